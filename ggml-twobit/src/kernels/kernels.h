@@ -1,0 +1,51 @@
+// kernels.h: y += R·x for packed residuals (docs/format.md), one table of functions for each instruction set.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define TB_TILE_ROWS   32  // rows of a super-tile
+#define TB_BLOCK_COLS 256  // columns of a block
+#define TB_GROUP       64  // columns that share a scale code and an activation scale
+#define TB_MAX_TOKENS  32  // tokens that one pass over the weights serves
+
+// one packed matrix
+struct tb_matrix {
+    const uint8_t * data; // super-tile after super-tile
+    int64_t         rows; // any number
+    int64_t         cols; // a multiple of TB_GROUP
+    int             bits; // 4, 5, 6, 8
+    float           factor;
+};
+
+// Activations rounded to int8, (tile of up to 8 tokens, column / 4, token, column % 4), and for each group of each tile's
+// tokens the sum of the int8 values and the scale: (tile, group, token).
+struct tb_acts {
+    int64_t   n_tokens;
+    int64_t   cols;
+    int8_t  * q;
+    int32_t * sums;
+    float   * scales;
+};
+
+// bytes of scratch, 64-byte aligned, that tb_acts_init lays out
+size_t tb_acts_nbytes(int64_t n_tokens, int64_t cols);
+void   tb_acts_init(struct tb_acts * acts, void * scratch, int64_t n_tokens, int64_t cols);
+
+int64_t tb_matrix_nbytes(int bits, int64_t rows, int64_t cols); // negative: not a shape the format holds
+int64_t tb_n_tiles(int64_t rows);                               // super-tiles
+
+struct tb_kernels {
+    const char * name;
+    // rounds the groups [group0, group1) of every token; x[token] points to that token's cols floats
+    void (*quantize)(const struct tb_acts * acts, const float * const * x, int64_t group0, int64_t group1);
+    // y[token][row] += (R·x)[row] for the rows of the super-tiles [tile0, tile1); y[token] points to rows floats
+    void (*mul_add)(const struct tb_matrix * m, const struct tb_acts * acts, float * const * y, int64_t tile0, int64_t tile1);
+};
+
+// The best set this CPU can run, or the one that the environment variable TWOBIT_KERNEL names (chosen once).
+const struct tb_kernels * tb_kernels_best(void);
+// NULL if there is none of that name or this CPU cannot run it
+const struct tb_kernels * tb_kernels_by_name(const char * name);
+// the i-th set this CPU can run, best first; NULL behind the last
+const struct tb_kernels * tb_kernels_at(int i);
