@@ -7,7 +7,9 @@
 #define TB_TILE_ROWS   32  // rows of a super-tile
 #define TB_BLOCK_COLS 256  // columns of a block
 #define TB_GROUP       64  // columns that share a scale code and an activation scale
+#define TB_TOKENS       8  // tokens of a tile of activations
 #define TB_MAX_TOKENS  32  // tokens that one pass over the weights serves
+#define TB_TINY    0x1p-120f // a group of activations whose largest magnitude is below this is taken as zero
 
 // one packed matrix
 struct tb_matrix {
@@ -19,7 +21,7 @@ struct tb_matrix {
 };
 
 // Activations rounded to int8, (tile of up to 8 tokens, column / 4, token, column % 4), and for each group of each tile's
-// tokens the sum of the int8 values and the scale: (tile, group, token).
+// tokens the sum of the int8 values and the scale: (tile, group, token). A tile of fewer tokens takes that much less room.
 struct tb_acts {
     int64_t   n_tokens;
     int64_t   cols;
@@ -27,6 +29,11 @@ struct tb_acts {
     int32_t * sums;
     float   * scales;
 };
+
+// tokens of the tile that starts at token `first`: 8, fewer in the last one
+static inline int64_t tb_tile_width(const struct tb_acts * acts, int64_t first) {
+    return acts->n_tokens - first < TB_TOKENS ? acts->n_tokens - first : TB_TOKENS;
+}
 
 // bytes of scratch, 64-byte aligned, that tb_acts_init lays out
 size_t tb_acts_nbytes(int64_t n_tokens, int64_t cols);

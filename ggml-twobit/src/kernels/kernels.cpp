@@ -1,0 +1,99 @@
+// kernels.cpp: sizes, scratch layout, and the choice of a kernel set by CPU features.
+
+#include "kernels.h"
+
+#include "packing.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__aarch64__) && defined(__linux__)
+#    include <sys/auxv.h>
+#endif
+
+// ---- sizes ----------------------------------------------------------------------------------------------------------
+
+static size_t align64(size_t n) {
+    return (n + 63) / 64 * 64;
+}
+
+size_t tb_acts_nbytes(int64_t n_tokens, int64_t cols) {
+    return align64(n_tokens * cols) + 2 * align64(n_tokens * (cols / TB_GROUP) * 4);
+}
+
+void tb_acts_init(struct tb_acts * acts, void * scratch, int64_t n_tokens, int64_t cols) {
+    uint8_t * p = (uint8_t *) scratch;
+    acts->n_tokens = n_tokens;
+    acts->cols     = cols;
+    acts->q        = (int8_t *) p;
+    p += align64(n_tokens * cols);
+    acts->sums     = (int32_t *) p;
+    p += align64(n_tokens * (cols / TB_GROUP) * 4);
+    acts->scales   = (float *) p;
+}
+
+int64_t tb_n_tiles(int64_t rows) {
+    return (rows + TB_TILE_ROWS - 1) / TB_TILE_ROWS;
+}
+
+int64_t tb_matrix_nbytes(int bits, int64_t rows, int64_t cols) {
+    const int64_t limit = INT64_C(1) << 31; // of rows and of columns: the product of all factors stays within 63 bits
+    if (!tb_bits_valid(bits) || rows <= 0 || rows > limit || cols <= 0 || cols > limit || cols % TB_GROUP != 0) {
+        return -1;
+    }
+    return tb_n_tiles(rows) * tb_tile_nbytes(bits, cols);
+}
+
+// ---- the sets this machine can run ----------------------------------------------------------------------------------
+
+extern const struct tb_kernels tb_kernels_scalar;
+
+static bool always(void) {
+    return true;
+}
+
+struct candidate {
+    const struct tb_kernels * kernels;
+    bool (*runs_here)(void);
+};
+
+static const candidate candidates[] = { // best first
+    { &tb_kernels_scalar, always },
+};
+
+const struct tb_kernels * tb_kernels_at(int i) {
+    for (const candidate & c : candidates) {
+        if (c.runs_here() && i-- == 0) {
+            return c.kernels;
+        }
+    }
+    return NULL;
+}
+
+const struct tb_kernels * tb_kernels_by_name(const char * name) {
+    const struct tb_kernels * kernels;
+    for (int i = 0; (kernels = tb_kernels_at(i)); i++) {
+        if (strcmp(kernels->name, name) == 0) {
+            return kernels;
+        }
+    }
+    return NULL;
+}
+
+static const struct tb_kernels * choose(void) {
+    const char * name = getenv("TWOBIT_KERNEL");
+    if (name && *name) {
+        const struct tb_kernels * kernels = tb_kernels_by_name(name);
+        if (kernels) {
+            return kernels;
+        }
+        fprintf(stderr, "twobit: TWOBIT_KERNEL=%s: no such kernels on this CPU, using %s\n", name, tb_kernels_at(0)->name);
+    }
+    return tb_kernels_at(0);
+}
+
+const struct tb_kernels * tb_kernels_best(void) {
+    static const struct tb_kernels * const chosen = choose();
+    return chosen;
+}
