@@ -105,8 +105,9 @@ TWOBIT_API const char * twobit_kernel_name(int index);
 
 // ---- codec: bases (stock ggml types) --------------------------------------------------------------------------------
 
-// Quantises (rows, cols) f32 to ggml type `type` as llama.cpp would, except Q2_0, whose scale is searched.
-// importance: (cols) f32 or NULL. Returns the bytes written or a negative value.
+// Quantises (rows, cols) f32 to ggml type `type` with ggml's own quantizers, except Q2_0, whose scale is searched.
+// importance: (cols) f32; NULL: equal for all columns in 2-bit types (also in those ggml wants an importance matrix for), and
+// what llama.cpp does without one in all others. Returns the bytes written or a negative value.
 TWOBIT_API int64_t twobit_base_quantize(int type, const float * w, int64_t rows, int64_t cols, const float * importance,
                                         void * dst);
 TWOBIT_API int     twobit_base_dequantize(int type, const void * src, int64_t rows, int64_t cols, float * dst);

@@ -119,6 +119,12 @@ static bool ggml_can_quantize(int type) {
     }
 }
 
+// Without an importance matrix ggml refuses IQ2_XXS and IQ2_XS and weighs Q2_K and IQ2_S by the weights themselves. A base has a
+// residual, which gains most from the smallest plain error: equal importance leaves it a fifth less (tests/test_codec.py).
+static bool is_2bit(int type) {
+    return type == GGML_TYPE_Q2_K || type == GGML_TYPE_IQ2_XXS || type == GGML_TYPE_IQ2_XS || type == GGML_TYPE_IQ2_S;
+}
+
 int64_t twobit_base_quantize(int type, const float * w, int64_t rows, int64_t cols, const float * importance, void * dst) {
     const int64_t nbytes = twobit_base_nbytes(type, rows, cols);
     if (nbytes < 0) {
@@ -143,9 +149,7 @@ int64_t twobit_base_quantize(int type, const float * w, int64_t rows, int64_t co
         return tb_set_error("no quantizer for ggml type %s", ggml_type_name((enum ggml_type) type));
     }
     std::vector<float> ones;
-    if (!importance && ggml_quantize_requires_imatrix((enum ggml_type) type)) {
-        // ggml wants an importance matrix because IQ2_XXS and IQ2_XS are poor without one; as bases they have a residual,
-        // so equal weights do, and give the smallest plain error
+    if (!importance && is_2bit(type)) {
         ones.assign(cols, 1.0f);
         importance = ones.data();
     }
