@@ -113,6 +113,22 @@ TWOBIT_API int64_t twobit_base_quantize(int type, const float * w, int64_t rows,
 TWOBIT_API int     twobit_base_dequantize(int type, const void * src, int64_t rows, int64_t cols, float * dst);
 TWOBIT_API int64_t twobit_base_nbytes(int type, int64_t rows, int64_t cols); // negative: the type cannot hold the shape
 
+// ---- calibrated quantisation ----------------------------------------------------------------------------------------
+
+// Rounding with error feedback (GPTQ, LDLQ; see src/gptq.h). The calibration of the matmul's input x, H = XᵀX made positive
+// definite by damping, comes factorised: H = U·diag(d)·Uᵀ with U unit upper triangular. u: (cols, cols) f32, of which only what
+// lies above the diagonal is read; d: (cols) f32, positive. Rows are rounded independently of each other, on the calling thread:
+// a caller splits a matrix into chunks of rows (a multiple of 32) and runs them on threads of its own, with the same bytes.
+
+// whether there is a method for this base type: Q2_0, Q2_K, IQ2_XS
+TWOBIT_API bool    twobit_feedback_supports(int type);
+// like twobit_base_quantize
+TWOBIT_API int64_t twobit_base_quantize_feedback(int type, const float * w, int64_t rows, int64_t cols, const float * u,
+                                                 const float * d, void * dst);
+// like twobit_residual_encode
+TWOBIT_API int     twobit_residual_encode_feedback(int bits, float factor, const float * w, int base_type, const void * base,
+                                                   int64_t rows, int64_t cols, const float * u, const float * d, void * dst);
+
 // ---- checksum -------------------------------------------------------------------------------------------------------
 
 TWOBIT_API uint64_t twobit_xxh64(const void * data, size_t size); // XXH64, seed 0

@@ -1,0 +1,202 @@
+// gptq_q2_k.cpp: error feedback into Q2_K: super-blocks of 256, in them 16 sub-blocks of 16 with values d·s·q − dmin·m, where
+// s and m have four bits, q two.
+//
+// d and dmin are set from fits of each sub-block on its own; then, sub-block after sub-block, all 256 pairs (s, m) are run
+// through the 16 columns with their feedback and the best is kept.
+
+#include "gptq.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#define SUB 16          // columns of a sub-block
+#define N_SUB 16        // sub-blocks
+#define TOP 15          // largest s and m
+static_assert(GPTQ_LANES == TOP + 1, "one lane for each scale");
+
+namespace {
+
+struct block_q2_k {
+    uint8_t  scales[N_SUB]; // s | m << 4
+    uint8_t  qs[64];        // of each half of 128: byte l holds columns l, l + 32, l + 64, l + 96, the first in the lowest bits
+    uint16_t d, dmin;
+};
+
+struct fit {
+    float scale, min; // value = scale·q − min
+};
+
+// shares of the largest fitted scale (min) that d·15 (dmin·15) is tried at: a few clipped sub-blocks may be worth finer steps
+const float shares[] = { 1.0f, 0.94f, 0.88f, 0.82f, 0.75f, 0.68f };
+const int   n_finalists = 2; // pairs (d, dmin) that are run through the whole super-block
+
+} // namespace
+
+// The best scale and min for one sub-block without feedback: 48 steps are tried, each with its least-squares scale and min.
+GPTQ_INLINE fit fit_sub(const float * t, const float * d) {
+    float least = 0, most = t[0], w = 0, wt = 0, wtt = 0;
+    for (int i = 0; i < SUB; i++) {
+        least = std::min(least, t[i]);
+        most  = std::max(most, t[i]);
+        w += d[i];
+        wt += d[i] * t[i];
+        wtt += d[i] * t[i] * t[i];
+    }
+    if (!(most - least > 1e-20f)) {
+        return { 0, -least };
+    }
+    fit   best = { (most - least) / 3, -least };
+    float best_loss = INFINITY;
+    for (int turn = 0; turn < 3; turn++) {
+        gptq_lanes steps, wq = {}, wqq = {}, wqt = {};
+        for (int i = 0; i < GPTQ_LANES; i++) {
+            steps[i] = (1.8f + 0.05f * (turn * GPTQ_LANES + i)) / (most - least);
+        }
+        for (int i = 0; i < SUB; i++) {
+            gptq_lanes q = steps * (t[i] - least);
+            gptq_round_clamped(q, 0, 3);
+            wq += q * d[i];
+            wqq += q * q * d[i];
+            wqt += q * (t[i] * d[i]);
+        }
+        for (int i = 0; i < GPTQ_LANES; i++) {
+            const float det = w * wqq[i] - wq[i] * wq[i];
+            if (!(det > 0)) {
+                continue;
+            }
+            float scale = (w * wqt[i] - wq[i] * wt) / det;
+            float shift = (wqq[i] * wt - wq[i] * wqt[i]) / det; // t ≈ scale·q + shift
+            if (shift > 0) { // mins are not negative
+                shift = 0;
+                scale = wqt[i] / wqq[i];
+            }
+            const float loss = wtt + scale * scale * wqq[i] + shift * shift * w + 2 * scale * shift * wq[i] - 2 * scale * wqt[i] - 2 * shift * wt;
+            if (loss < best_loss && scale > 0) {
+                best_loss = loss;
+                best      = { scale, -shift };
+            }
+        }
+    }
+    return best;
+}
+
+// the loss of a super-block's fits, rounded to d and dmin, without feedback
+GPTQ_INLINE float estimate(const gptq_block & block, const float * t, const fit * fits, float d, float dmin) {
+    gptq_lanes loss = {};
+    for (int g = 0; g < N_SUB; g++) {
+        const float s = d * std::min((float) TOP, std::nearbyint(fits[g].scale * gptq_inverse(d)));
+        const float m = dmin * std::min((float) TOP, std::nearbyint(fits[g].min * gptq_inverse(dmin)));
+        const gptq_lanes target = *(const gptq_lanes *) (t + SUB * g);
+        gptq_lanes q = (target + m) * gptq_inverse(s);
+        gptq_round_clamped(q, 0, 3);
+        const gptq_lanes miss = target - (q * s - m);
+        loss += miss * miss * *(const gptq_lanes *) (block.d + SUB * g);
+    }
+    float sum = 0;
+    for (int i = 0; i < GPTQ_LANES; i++) {
+        sum += loss[i];
+    }
+    return sum;
+}
+
+// the best (s, m) of sub-block g for targets t
+GPTQ_INLINE void choose_sub(const gptq_block & block, int g, const float * w, const float * t, float d, float dmin, int & s, int & m) {
+    float scales[GPTQ_LANES];
+    for (int i = 0; i < GPTQ_LANES; i++) {
+        scales[i] = d * i;
+    }
+    gptq_grids grids = gptq_make_grids(scales, 0, 3);
+    float best = INFINITY;
+    s = m = 0;
+    for (int j = 0; j <= (dmin > 0 ? TOP : 0); j++) {
+        grids.min = dmin * j;
+        gptq_lanes loss;
+        gptq_try<SUB>(block, SUB * g, w, t, grids, loss);
+        int i;
+        const float least = gptq_least(loss, i);
+        if (least < best) {
+            best = least;
+            s    = i;
+            m    = j;
+        }
+    }
+}
+
+struct q2_k_result {
+    float loss;
+    int   s[N_SUB], m[N_SUB], q[GPTQ_BLOCK];
+    float b[GPTQ_BLOCK];
+};
+
+// The whole super-block with one (d, dmin); gives up once the loss exceeds `bound`.
+GPTQ_INLINE void round_super(const gptq_block & block, const float * w, const float * targets, float d, float dmin, float bound,
+                             q2_k_result & y) {
+    alignas(64) float t[GPTQ_BLOCK];
+    memcpy(t, targets, sizeof(t));
+    y.loss = 0;
+    for (int g = 0; g < N_SUB && !(y.loss > bound); g++) {
+        choose_sub(block, g, w, t, d, dmin, y.s[g], y.m[g]);
+        y.loss += gptq_commit(block, SUB * g, SUB, w, t, d * y.s[g], dmin * y.m[g], 0, 3, y.q, y.b);
+    }
+}
+
+GPTQ_CLONES static void round_q2_k(const gptq_block * block, const void *, const float * w, float * t, float * b, void * dst) {
+    fit fits[N_SUB], top = { 0, 0 };
+    for (int g = 0; g < N_SUB; g++) {
+        fits[g]   = fit_sub(t + SUB * g, block->d + SUB * g);
+        top.scale = std::max(top.scale, fits[g].scale);
+        top.min   = std::max(top.min, fits[g].min);
+    }
+    struct candidate {
+        float    loss;
+        uint16_t d, dmin;
+    } candidates[36];
+    int n = 0;
+    for (float share_d : shares) {
+        for (float share_m : shares) {
+            candidate & c = candidates[n++];
+            c.d    = gptq_f16(top.scale / TOP * share_d);
+            c.dmin = gptq_f16(top.min / TOP * share_m);
+            c.loss = estimate(*block, t, fits, tb_f16_to_f32(c.d), tb_f16_to_f32(c.dmin));
+        }
+    }
+    std::partial_sort(candidates, candidates + n_finalists, candidates + n, [](const candidate & x, const candidate & y) { return x.loss < y.loss; });
+
+    q2_k_result results[2];
+    int best = 0, chosen = 0; // the better of the two results, and whose it is
+    for (int i = 0; i < n_finalists; i++) {
+        q2_k_result & y = results[i == 0 ? 0 : 1 - best];
+        round_super(*block, w, t, tb_f16_to_f32(candidates[i].d), tb_f16_to_f32(candidates[i].dmin), i == 0 ? INFINITY : results[best].loss, y);
+        if (i > 0 && y.loss < results[best].loss) {
+            best   = 1 - best;
+            chosen = i;
+        }
+    }
+
+    const q2_k_result & y = results[best];
+    memcpy(b, y.b, sizeof(y.b));
+    block_q2_k * packed = (block_q2_k *) dst;
+    packed->d    = candidates[chosen].d;
+    packed->dmin = candidates[chosen].dmin;
+    for (int g = 0; g < N_SUB; g++) {
+        packed->scales[g] = (uint8_t) (y.s[g] | y.m[g] << 4);
+    }
+    for (int half = 0; half < 2; half++) {
+        for (int l = 0; l < 32; l++) {
+            const int * q = y.q + 128 * half + l;
+            packed->qs[32 * half + l] = (uint8_t) (q[0] | q[32] << 2 | q[64] << 4 | q[96] << 6);
+        }
+    }
+}
+
+const gptq_method * gptq_method_q2_k() {
+    static const gptq_method method = {
+        /* .block_cols  = */ GPTQ_BLOCK,
+        /* .block_bytes = */ sizeof(block_q2_k),
+        /* .extra_bytes = */ 0,
+        /* .prepare     = */ nullptr,
+        /* .round       = */ round_q2_k,
+    };
+    return &method;
+}
