@@ -1,0 +1,101 @@
+"""Two models in one process, as the installed plugin runs them and in a build with AddressSanitizer and UndefinedBehaviorSanitizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import build_llama_tools
+import pytest
+from conftest import ROOT
+
+from twobit_gguf import llama_source
+
+Result = dict  # what two_models.py prints
+
+
+@pytest.fixture(scope="module")
+def arguments(paired_tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models, and two files that must be refused: a flipped bit in the residual, a tail cut off in its middle."""
+    first, second = paired_tiny("llama"), paired_tiny("llama-320")
+    folder = tmp_path_factory.mktemp("broken")
+    data = bytearray(first.read_bytes())
+    (folder / "cut.gguf").write_bytes(data[: len(data) - len(data) // 8])
+    data[-4096] ^= 1
+    (folder / "flipped.gguf").write_bytes(data)
+    return [str(path) for path in (first, second, folder / "flipped.gguf", folder / "cut.gguf")]
+
+
+def run(arguments: list[str], environment: dict[str, str]) -> tuple[Result, str]:
+    command = [sys.executable, str(ROOT / "tests/two_models.py"), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **environment})
+    assert result.returncode == 0, result.stderr[-6000:]
+    return json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+def check(result: Result) -> None:
+    """Each model has a text of its own in draft mode, and one in the other two modes, whoever else is loaded."""
+    for texts in result["texts"].values():
+        full, draft, speculative = texts[0:5], texts[5:10], texts[10:15]
+        assert len(set(full)) == len(set(draft)) == 1
+        assert set(speculative) == set(full) != set(draft)
+    assert result["texts"]["first"][0] != result["texts"]["second"][0]
+    assert len(result["refused"]) == 2
+    assert result["pairs_alive"] == 0
+
+
+@pytest.fixture(scope="module")
+def plain_result(arguments: list[str]) -> Result:
+    return run(arguments, {})[0]
+
+
+def test_two_models(plain_result: Result) -> None:
+    check(plain_result)
+
+
+@pytest.fixture(scope="module")
+def sanitizer_library() -> Path:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
+    name = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(name).is_file():
+        pytest.skip(f"{compiler} has no libasan.so")
+    return Path(name).resolve()
+
+
+@pytest.fixture(scope="module")
+def sanitized_plugin(sanitizer_library: Path) -> Path:
+    """libggml-twobit.so with sanitizers, built in the cache; a second run compiles what changed."""
+    folder = llama_source.cache_dir() / "asan-build"
+    cmake = build_llama_tools.find_tool("cmake")
+    assert cmake, "cmake is missing: pip install cmake"
+    for command in (
+        [cmake, "-S", str(ROOT), "-B", str(folder), "-DTWOBIT_SANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}"],
+        [cmake, "--build", str(folder), "--target", "ggml-twobit", "--parallel", "2"],
+    ):
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert result.returncode == 0, result.stdout[-6000:]
+    return folder / "ggml-twobit" / "libggml-twobit.so"
+
+
+def test_two_models_with_sanitizers(
+    arguments: list[str], plain_result: Result, sanitizer_library: Path, sanitized_plugin: Path
+) -> None:
+    environment = {
+        "LD_PRELOAD": str(sanitizer_library),
+        "TWOBIT_LIBRARY": str(sanitized_plugin),
+        # Python itself never frees all it has: leaks are listed, and those of the plugin counted below
+        "ASAN_OPTIONS": "detect_leaks=1:strict_string_checks=1:detect_stack_use_after_return=1",
+        "LSAN_OPTIONS": "exitcode=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    result, log = run(arguments, environment)
+    check(result)
+    assert result["texts"] == plain_result["texts"]
+    assert "LeakSanitizer" in log  # it did look
+    assert not [block for block in log.split("\n\n") if "ggml-twobit" in block], log[-6000:]
+    assert "runtime error" not in log
