@@ -14,13 +14,15 @@ from typing import Any
 
 import cffi
 
+from .errors import TwobitError
+
 ffi = cffi.FFI()
 
 _PACKAGE = Path(__file__).resolve().parent
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 
-class NativeError(RuntimeError):
+class NativeError(TwobitError, RuntimeError):
     """A call into libggml-twobit failed, or the library is not there; one line."""
 
 

@@ -1,0 +1,292 @@
+"""One step of speculation: draft, verify, and the cells that stay.
+
+The verifier decodes the pending tokens (the roots) and the drafted tree in one batch. The caller then walks: it samples at a node
+with its own sampler chain and follows the child that equals the sample (SpecExec's rule), so the text is distributed as in plain
+decoding, whatever the chain.
+
+Cells stay in the order of their positions. The trunk's are the ones plain decoding would have made; a token accepted off the trunk
+is decoded again as one of the next step's roots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import llama_cpp.llama_cpp as llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from .. import plugin
+from . import costs as costs_
+from .acceptance import Acceptance
+from .cells import Batch, Cells
+from .costs import KNOTS, Costs, Rate
+from .lookup import PromptLookup
+from .options import MAX_WIDTH, SpeculationOptions
+from .shapes import BaseDraft
+from .stats import SpeculationStats
+from .tree import ROOT, DraftTree
+from .worth import FixedWorth, MeasuredWorth, Worth
+
+
+class Source(Protocol):
+    """Where drafts come from: the 2-bit base, prompt lookup, one day an MTP head."""
+
+    acceptance: Acceptance
+
+    def grow(self, tree: DraftTree, roots: Sequence[int], n_past: int, room: int, worth: Worth) -> None:
+        """Adds nodes to the tree; leaves sequence 0 with its positions below n_past and no others."""
+
+
+@dataclass
+class Step:
+    """A verified tree whose samples are still to be drawn."""
+
+    n_past: int
+    n_roots: int
+    tree: DraftTree
+    acceptance: Acceptance
+    trunk: list[int]
+    n_sequences: int
+    seconds: float = 0.0  # drafting and verifying
+    speculative: bool = False  # False: a plain step, nothing was drafted
+    path: list[int] = field(default_factory=list)  # nodes accepted so far
+    n_sampled: int = 0
+    over: bool = False  # the last sample was not among the drafted tokens
+    open: bool = True  # its cells have not been settled yet
+
+    @property
+    def node(self) -> int:
+        """The node whose row is sampled next."""
+        return self.path[-1] if self.path else ROOT
+
+    @property
+    def row(self) -> int:
+        """Its row in the verifier's batch."""
+        return self.n_roots + self.node if self.node != ROOT else self.n_roots - 1
+
+
+class Speculator:
+    """Speculation on one llama_context that has `options.n_seq` sequences in a unified cache.
+
+    Args:
+        ctx: the context; its sequence 0 holds the text.
+        n_vocab, n_ctx: of the context.
+        options: shape and limits.
+        is_end: whether a token ends generation, so that nothing is drafted behind it.
+        history: gives the verified tokens, for prompt lookup.
+        costs_key: names the model and the machine in the cache of measured costs.
+    """
+
+    def __init__(
+        self,
+        ctx: llama_cpp.llama_context_p,
+        *,
+        n_vocab: int,
+        n_ctx: int,
+        n_batch: int,
+        options: SpeculationOptions,
+        is_end: Callable[[int], bool],
+        history: Callable[[], npt.NDArray[np.intc]],
+        costs_key: str,
+    ) -> None:
+        self.options = options
+        self.stats = SpeculationStats()
+        self.costs: Costs | None = None
+        self._cells = Cells(ctx, options.n_seq, n_vocab)
+        self._n_ctx = n_ctx
+        self._widest = min(MAX_WIDTH, n_batch)
+        self._batch = Batch(self._widest, options.n_seq)
+        self._costs_key = costs_key
+        self._rate = Rate()
+        self._base = BaseDraft(self._cells, n_vocab, Acceptance(), options, is_end)
+        self._lookup = PromptLookup(options.lookup, history) if options.lookup else None
+        self._step: Step | None = None
+
+    # ---- a step ----
+
+    def step(self, roots: Sequence[int], n_past: int) -> Step:
+        """Drafts behind the last of the roots and verifies. The first root has position n_past, the number of verified tokens.
+
+        Raises:
+            DecodeError: the context is full, or llama.cpp fails.
+        """
+        self.settle()
+        if len(roots) > self._widest:
+            raise ValueError(f"{len(roots)} roots; evaluate all but the last first")
+        if self.options.adaptive and self.costs is None:
+            self._measure(roots, n_past)
+        begin = time.perf_counter()
+        room = min(self._widest, self._n_ctx - n_past) - len(roots)
+        self._base.pass_seconds.clear()
+        tree, acceptance = DraftTree(), self._base.acceptance
+        if room > 0 and (not self.options.adaptive or self._rate.should_speculate()):
+            tree, acceptance = self._draft(roots, n_past, room)
+        drafted = time.perf_counter()
+        step = self._verify(tree, acceptance, roots, n_past)
+        verified = time.perf_counter()
+
+        step.seconds = verified - begin
+        step.speculative = len(tree) > 0 or len(self._base.pass_seconds) > 0
+        if not step.speculative:
+            self._base.acceptance.rest()
+        if self.costs is not None:
+            for seconds in self._base.pass_seconds:
+                self.costs.saw_draft(seconds)
+            self.costs.saw_verify(len(roots) + len(tree), verified - drafted)
+        self.stats.seconds["draft"] += drafted - begin
+        self.stats.seconds["verify"] += verified - drafted
+        self.stats.draft_passes += len(self._base.pass_seconds)
+        self.stats.verifications += 1
+        self.stats.drafted += len(tree)
+        self.stats.plain_steps += not step.speculative
+        return step
+
+    def sampled(self, step: Step, token: int, *, follow: bool = True) -> bool:
+        """Tells which token was sampled at step.node. True: it was drafted, and step.node is now its node; False: the step is over."""
+        step.n_sampled += 1
+        self.stats.tokens += 1
+        for child in step.tree.children.get(step.node, ()):
+            candidate = step.tree.candidates[child]
+            step.acceptance.observe(candidate.rank, candidate.p, candidate.token == token)
+        following = step.tree.child(step.node, token)
+        step.over = following is None
+        if following is None or not follow or not step.open:
+            return False
+        step.path.append(following)
+        self.stats.accepted += 1
+        return True
+
+    def settle(self) -> list[int]:
+        """Ends the open step: sequence 0 keeps the accepted part of the trunk. Returns the accepted tokens that are not in it."""
+        step, self._step = self._step, None
+        if step is None:
+            return []
+        step.open = False
+        on_trunk = 0
+        while on_trunk < len(step.path) and on_trunk < len(step.trunk) and step.path[on_trunk] == step.trunk[on_trunk]:
+            on_trunk += 1
+        self._cells.remove(0, step.n_past + step.n_roots + on_trunk)
+        for seq in range(1, step.n_sequences):
+            self._cells.remove(seq, step.n_past)
+        if self.costs is not None and step.speculative and step.over:
+            self._rate.saw_step(step.n_sampled, step.seconds, 1 / self.costs.verify(1))
+        return [step.tree.tokens[node] for node in step.path[on_trunk:]]
+
+    def leave(self) -> None:
+        """Ends the open step and gives the context back as everyone else expects it: sequence 0 alone."""
+        self.settle()
+        self._cells.unmirror()
+
+    @property
+    def n_past(self) -> int:
+        """Positions that sequence 0 really has: for checks."""
+        return self._cells.end()
+
+    def logits(self, step: Step) -> npt.NDArray[np.float32]:
+        """Logits (n_vocab) at step.node: a view, valid until the next step."""
+        return self._cells.logits(step.row)
+
+    # ---- parts ----
+
+    def _draft(self, roots: Sequence[int], n_past: int, room: int) -> tuple[DraftTree, Acceptance]:
+        if self._lookup is not None:
+            tree = DraftTree()
+            self._lookup.grow(tree, roots, n_past, min(room, self.options.max_nodes), self._worth(self._lookup.acceptance))
+            if sum(tree.chances) >= 1.0:  # free, but it takes the place of what the base would find
+                return tree, self._lookup.acceptance
+        tree = DraftTree()
+        self._base.grow(tree, roots, n_past, room, self._worth(self._base.acceptance))
+        return tree, self._base.acceptance
+
+    def _worth(self, acceptance: Acceptance) -> Worth:
+        if self.costs is None:
+            return FixedWorth(self.options)
+        return MeasuredWorth(self.costs, acceptance, self._rate.price(1 / self.costs.verify(1)))
+
+    def _verify(self, tree: DraftTree, acceptance: Acceptance, roots: Sequence[int], n_past: int) -> Step:
+        trunk = tree.trunk()
+        sequences = _sequences(tree, trunk)
+        n_sequences = 1 + max((seq for seqs in sequences for seq in seqs), default=0)
+        for seq in range(1, n_sequences):
+            self._cells.mirror(seq, n_past)
+        self._batch.clear()
+        everyone = range(n_sequences)
+        for i, token in enumerate(roots):
+            self._batch.add(token, n_past + i, everyone, i == len(roots) - 1)
+        first = n_past + len(roots) - 1
+        for node, token in enumerate(tree.tokens):
+            self._batch.add(token, first + tree.depths[node], sequences[node])
+        step = Step(n_past, len(roots), tree, acceptance, trunk, n_sequences)
+        self._step = step
+        try:
+            with plugin.mode("full"):
+                self._cells.decode(self._batch)
+        except Exception:
+            self._abandon(step)
+            raise
+        return step
+
+    def _abandon(self, step: Step) -> None:
+        """After a failed decode: nothing of the step is left in any sequence."""
+        self._step = None
+        for seq in range(step.n_sequences):
+            self._cells.remove(seq, step.n_past)
+
+    def _measure(self, roots: Sequence[int], n_past: int) -> None:
+        """Costs from the cache, or measured on cells that are thrown away: each width twice, between draft passes as in real use."""
+        self.costs = costs_.load(self._costs_key)
+        if self.costs is not None:
+            return
+        begin = time.perf_counter()
+        widest = min(self._widest, self._n_ctx - n_past)
+        token = roots[-1]
+        drafts: list[float] = []
+        verifies: list[float] = []
+        for width in KNOTS:
+            if width > widest:  # a straight line from the widest that there was room for
+                verifies.append(verifies[-1] + max(verifies[-1] - (verifies[-2] if len(verifies) > 1 else 0.0), 1e-9))
+                continue
+            best = float("inf")
+            for _ in range(2):
+                drafts.append(self._time("draft", token, 1, n_past))
+                best = min(best, self._time("full", token, width, n_past))
+            verifies.append(best)
+        self.costs = Costs(sorted(drafts)[len(drafts) // 2], verifies)
+        self.stats.seconds["measure"] += time.perf_counter() - begin
+        if widest == MAX_WIDTH:
+            costs_.save(self._costs_key, self.costs)
+
+    def _time(self, mode: str, token: int, width: int, n_past: int) -> float:
+        begin = time.perf_counter()
+        self._batch.clear()
+        for i in range(width):
+            self._batch.add(token, n_past + i, (0,))
+        try:
+            with plugin.mode(mode):
+                self._cells.decode(self._batch)
+            self._cells.logits(0)
+            return time.perf_counter() - begin
+        finally:
+            self._cells.remove(0, n_past)
+
+
+def _sequences(tree: DraftTree, trunk: Sequence[int]) -> list[list[int]]:
+    """For each node the sequences of the leaves below it: 0 for the trunk's leaf, 1, 2, … for the others."""
+    sequences: list[list[int]] = [[] for _ in range(len(tree))]
+    for node in trunk:
+        sequences[node].append(0)
+    leaf_of_trunk = trunk[-1] if trunk else ROOT
+    seq = 0
+    for leaf in range(len(tree)):
+        if tree.children.get(leaf) or leaf == leaf_of_trunk:
+            continue
+        seq += 1
+        node = leaf
+        while node != ROOT:
+            sequences[node].append(seq)
+            node = tree.parents[node]
+    return sequences
