@@ -76,6 +76,11 @@ class PairedWriter:
         self._temporary: list[tuple[int, Path, Path]] = []  # fd, temporary name, final name
 
     @property
+    def main_header(self) -> bytes:
+        """The main part's header, with a pair_id of 0."""
+        return self._main.header
+
+    @property
     def main_size(self) -> int:
         return self._main.size
 
