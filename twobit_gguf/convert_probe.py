@@ -22,7 +22,7 @@ def refusal(path: Path) -> str | None:
     env = {k: v for k, v in os.environ.items() if k != "GGML_BACKEND_PATH"}  # stock llama.cpp, without our plugin
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent.parent), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "twobit_gguf.convert_probe", str(path)]
-    result = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    result = subprocess.run(command, env=env, capture_output=True)
     if result.returncode == 0:
         return None
     if result.returncode == _REFUSED:

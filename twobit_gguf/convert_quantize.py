@@ -43,16 +43,8 @@ class PlainQuantizer:
         return quantize(self.type, w, None if self.importance is None else self.importance[matrix])
 
     def residual(self, w: np.ndarray, base: np.ndarray, matrix: int, factor: float) -> np.ndarray:
-        rows, columns = w.shape
-        packed = np.empty(format.residual_nbytes(self.bits, rows, columns, 1), np.uint8)
         weights = None if self.importance is None else self.importance[matrix]
-        check(
-            lib().twobit_residual_encode(
-                self.bits, factor, _floats(w), self.type, ffi.from_buffer(base), rows, columns, _floats(weights),
-                ffi.from_buffer(packed),
-            )
-        )  # fmt: skip
-        return packed
+        return encode(self.bits, factor, w, self.type, base, weights)
 
 
 def quantize(kind: int, w: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
@@ -60,6 +52,20 @@ def quantize(kind: int, w: np.ndarray, importance: np.ndarray | None = None) -> 
     rows, columns = w.shape
     out = np.empty(gguf_types.nbytes(kind, rows * columns), np.uint8)
     check(lib().twobit_base_quantize(kind, _floats(w), rows, columns, _floats(importance), ffi.from_buffer(out)))
+    return out
+
+
+def encode(
+    bits: int, factor: float, w: np.ndarray, base_type: int, base: np.ndarray, importance: np.ndarray | None = None
+) -> np.ndarray:
+    """The packed residual w - base of rows (rows, columns) f32, (bytes,) u8."""
+    rows, columns = w.shape
+    out = np.empty(format.residual_nbytes(bits, rows, columns, 1), np.uint8)
+    check(
+        lib().twobit_residual_encode(
+            bits, factor, _floats(w), base_type, ffi.from_buffer(base), rows, columns, _floats(importance), ffi.from_buffer(out)
+        )
+    )
     return out
 
 

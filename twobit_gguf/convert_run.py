@@ -96,7 +96,7 @@ class Conversion:
             weights = self.source.read_f32(step.source, piece.row0, piece.n_rows)
             return quantizer.residual(weights, base, piece.matrix, factor)
 
-        for (piece, _), packed in self._in_order(residual, zip(pieces, bases)):
+        for (piece, _), packed in self._in_order(residual, zip(pieces, bases, strict=True)):
             residual_sink.write(packed.data)
             self._done(step, piece)
 

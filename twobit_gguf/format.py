@@ -223,7 +223,7 @@ def _match(path: Path, where: Path, main: GGUFFile, section: GGUFFile) -> list[P
         raise TwobitError(f"{where}: {len(section.tensors)} residuals for {n_pairs} paired tensors of {path.name}; {_AGAIN}")
     pairs = []
     for tensor, bits, rows, cols, matrices, factor, base_type, base_hash, residual_hash in zip(
-        section.tensors, *columns.values()
+        section.tensors, *columns.values(), strict=True
     ):
         name = tensor.name.removesuffix(SUFFIX)
         base = main.by_name.get(name)
