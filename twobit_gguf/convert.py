@@ -26,6 +26,8 @@ from tqdm import tqdm
 
 from . import convert_plan, convert_probe, convert_report, format, gguf_file, gguf_types, hf
 from ._native import NativeError
+from .calibration.quantizer import FeedbackFactory
+from .calibration.store import Calibration
 from .convert_imatrix import Imatrix
 from .convert_plan import Action, Options, Step
 from .convert_quantize import PlainQuantizer, QuantizerFactory
@@ -70,9 +72,9 @@ def convert(job: Job) -> dict[str, Any]:
         TwobitError, NativeError, LlamaSourceError: nothing was written; one line says why and what to do.
     """
     started = time.monotonic()
-    _check_output(job.out, job)
-    imatrix = Imatrix(job.imatrix) if job.imatrix is not None else None
     try:
+        _check_output(job.out, job)
+        imatrix = Imatrix(job.imatrix) if job.imatrix is not None else None
         if not hf.is_checkpoint(job.source):
             result = _convert_gguf(job, job.source, imatrix)
         else:
@@ -236,6 +238,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--embedding", choices=list(convert_plan.EMBEDDINGS), default="q8_0",
                         help="type of the token embedding, which is not paired (default q8_0)")  # fmt: skip
     parser.add_argument("--imatrix", metavar="FILE", type=Path, help="importance matrix of llama-imatrix (GGUF or .dat)")
+    parser.add_argument("--calibration", metavar="FILE", type=Path,
+                        help="XᵀX from `twobit calibrate`: base (q2_0, q2_k, iq2_xs) and residual are rounded with error feedback")  # fmt: skip
+    parser.add_argument("--damping", metavar="X", type=float,
+                        help="of the calibration, for example 0.01 (default: by the amount of text, input by input)")  # fmt: skip
     parser.add_argument("--residual-file", metavar="off|auto|PATH", default="auto",
                         help="put the residual into a file of its own; auto: above 45 GB (default)")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace an existing output")
@@ -245,6 +251,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not 1 <= args.threads <= 1024:
         parser.error("--threads must be 1 to 1024")
+    if args.damping is not None and not 0 < args.damping <= 10:
+        parser.error("--damping must be above 0, at most 10")
     return args
 
 
@@ -255,6 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = Job(args.source, args.out, options, args.imatrix, args.residual_file, args.force, args.threads, args.quiet)
     signal.signal(signal.SIGTERM, _interrupt)  # a terminated conversion cleans up as an interrupted one does
     try:
+        if args.calibration is not None:
+            job.quantizer = FeedbackFactory(Calibration(args.calibration), _warn, args.damping)
         result = convert(job)
     except (TwobitError, NativeError, LlamaSourceError) as error:
         print(f"twobit-convert: {error}", file=sys.stderr)
@@ -271,6 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif not args.quiet:
         print(f"{result['output']}: {result['pairs']} of its matrices are pairs, {result['seconds']:.1f} s\n{table}")
     return 0
+
+
+def _warn(line: str) -> None:
+    tqdm.write(f"twobit-convert: warning: {line}", file=sys.stderr)
 
 
 def _interrupt(signum: int, frame: object) -> None:

@@ -1,0 +1,125 @@
+"""llama.cpp's compute graph as its eval callback shows it: which weight is multiplied by which activations."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+FINAL_NORM = "result_norm"  # llama.cpp's name of what the output matrix is multiplied by
+OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
+_F32 = 0  # GGML_TYPE_F32
+
+
+class _Tensor(ctypes.Structure):
+    """struct ggml_tensor of the pinned llama.cpp (ggml.h)."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+        ("extra", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 8),
+    ]
+
+
+class Activations:
+    """The right-hand side of a matmul, in host memory."""
+
+    def __init__(self, address: int) -> None:
+        self._tensor = _Tensor.from_address(address)
+        # one tensor seen through several reshapes is one input
+        self.identity = (self._tensor.view_src or address, self._tensor.view_offs, self.columns)
+
+    @property
+    def columns(self) -> int:
+        return self._tensor.ne[0]
+
+    @property
+    def is_f32(self) -> bool:
+        return self._tensor.type == _F32
+
+    def read(self) -> np.ndarray:
+        """(rows, columns) f32, a copy; one row for each token, or for each token and expert."""
+        shape, strides = tuple(self._tensor.ne)[::-1], tuple(self._tensor.nb)[::-1]
+        span = sum((n - 1) * stride for n, stride in zip(shape, strides)) + 4
+        memory = (ctypes.c_uint8 * span).from_address(self._tensor.data)
+        return np.ndarray(shape, np.float32, memory, strides=strides).reshape(-1, shape[-1]).copy()
+
+
+class Watcher(Protocol):
+    """What is told about the matmuls of a graph, in the order they are computed."""
+
+    def wants(self, weight: str) -> bool:
+        """Whether to call take() for a matmul by this weight."""
+
+    def take(self, weight: str, x: Activations) -> bool:
+        """The matmul's activations; False ends the graph here, the rest of it is not needed."""
+
+
+class EvalCallback:
+    """A cb_eval that shows a watcher the matmuls by the model's weights. Set `watcher` before each llama_decode."""
+
+    def __init__(self) -> None:
+        self.watcher: Watcher | None = None
+        self.error: BaseException | None = None
+
+    def function(self, kind: Callable[[Any], Any]) -> Any:
+        """The ctypes function, of the type of llama_context_params.cb_eval. Keep it as long as the context."""
+        return kind(self._call)
+
+    def reraise(self) -> None:
+        """Raises what the watcher raised: nothing can be thrown through llama.cpp."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def _call(self, address: int, ask: bool, _user_data: object) -> bool:
+        try:
+            return self._visit(address, ask)
+        except BaseException as error:  # KeyboardInterrupt too
+            self.error = error
+            return False
+
+    def _visit(self, address: int, ask: bool) -> bool:
+        if self.watcher is None or self.error is not None:
+            return not ask and self.error is None
+        tensor = _Tensor.from_address(address)
+        if tensor.name.decode("utf-8", "replace") == FINAL_NORM:
+            # taken here, so that the logits, which nobody wants, need not be computed
+            weight, x = OUTPUT, address
+        elif tensor.op in _matmul_ops() and tensor.src[0] and tensor.src[1]:
+            weight, x = _Tensor.from_address(tensor.src[0]).name.decode("utf-8", "replace"), tensor.src[1]
+            weight = OUTPUT if weight == EMBEDDING else weight
+        else:
+            return not ask
+        if not self.watcher.wants(weight):
+            return not ask
+        return True if ask else self.watcher.take(weight, Activations(x))
+
+
+@functools.cache
+def _matmul_ops() -> frozenset[int]:
+    from llama_cpp.llama_cpp import _lib
+
+    name = _lib.ggml_op_name
+    name.argtypes, name.restype = [ctypes.c_int], ctypes.c_char_p
+    ops: set[int] = set()
+    for op in range(64):  # both come long before the last one
+        if name(op) in (b"MUL_MAT", b"MUL_MAT_ID"):
+            ops.add(op)
+        if len(ops) == 2:
+            break
+    return frozenset(ops)

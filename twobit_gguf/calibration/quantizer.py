@@ -1,0 +1,101 @@
+"""The converter's TensorQuantizer with error feedback: base and residual rounded for a calibration's XᵀX."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from .. import format, gguf_types
+from .._native import check, ffi, lib
+from ..convert_plan import Step
+from ..convert_quantize import PlainQuantizer, TensorQuantizer
+from ..errors import TwobitError
+from .factorise import Factors, damping_for, factorise
+from .store import Calibration
+
+_CACHE = 256 << 20  # bytes of factors kept for the next tensors with the same input
+
+
+class FeedbackQuantizer:
+    """Rounds one tensor for the calibration of its input. Experts share it."""
+
+    def __init__(self, step: Step, factors: Factors, diagonal: np.ndarray) -> None:
+        assert step.spec.bits is not None
+        self.bits, self.type, self.factors = step.spec.bits, step.spec.type, factors
+        # stock types without a feedback method of ours are rounded by ggml's quantisers, which take the diagonal
+        weights = np.maximum(diagonal / max(float(diagonal.mean()), 1e-30), 1e-6).astype(np.float32)
+        self._plain = PlainQuantizer(step, np.tile(weights, (step.matrices, 1)))
+
+    def base(self, w: np.ndarray, matrix: int) -> np.ndarray:
+        if not lib().twobit_feedback_supports(self.type):
+            return self._plain.base(w, matrix)
+        rows, columns = w.shape
+        out = np.empty(gguf_types.nbytes(self.type, rows * columns), np.uint8)
+        check(
+            lib().twobit_base_quantize_feedback(
+                self.type, _floats(w), rows, columns, _floats(self.factors.u), _floats(self.factors.d), ffi.from_buffer(out)
+            )
+        )
+        return out
+
+    def residual(self, w: np.ndarray, base: np.ndarray, matrix: int, factor: float) -> np.ndarray:
+        rows, columns = w.shape
+        packed = np.empty(format.residual_nbytes(self.bits, rows, columns, 1), np.uint8)
+        check(
+            lib().twobit_residual_encode_feedback(
+                self.bits, factor, _floats(w), self.type, ffi.from_buffer(base), rows, columns,
+                _floats(self.factors.u), _floats(self.factors.d), ffi.from_buffer(packed),
+            )
+        )  # fmt: skip
+        return packed
+
+
+class FeedbackFactory:
+    """A QuantizerFactory. Tensors the calibration does not know, or knows nothing of, are rounded plainly, with a warning."""
+
+    def __init__(self, calibration: Calibration, warn: Callable[[str], object], damping: float | None = None) -> None:
+        """damping: λ for all tensors; None chooses by the amount of text (factorise.damping_for)."""
+        self.calibration, self.warn, self.damping = calibration, warn, damping
+        self._cache: OrderedDict[str, Factors | None] = OrderedDict()
+
+    def __call__(self, step: Step, importance: np.ndarray | None) -> TensorQuantizer:
+        name, columns = step.spec.name, step.source.columns
+        source = self.calibration.input_of(name)
+        if source is None:
+            self.warn(f"{name}: not in {self.calibration.path.name}, rounded without it")
+            return PlainQuantizer(step, importance)
+        if self.calibration.info.columns[source] != columns:
+            raise TwobitError(
+                f"{self.calibration.path}: tensor {name} has {columns} columns here and {self.calibration.info.columns[source]} there; "
+                "calibrate the model you convert"
+            )
+        factors = self._factors(source)
+        if factors is None:
+            self.warn(f"{name}: its input {source} was never seen, or was all zeros or NaN; rounded without calibration")
+            return PlainQuantizer(step, importance)
+        return FeedbackQuantizer(step, factors, np.nan_to_num(self.calibration.diagonal(source)))
+
+    def _factors(self, source: str) -> Factors | None:
+        if source in self._cache:
+            self._cache.move_to_end(source)
+            return self._cache[source]
+        info = self.calibration.info
+        rows, columns = info.rows.get(source, 0), info.columns[source]
+        # make room first: the new one may be large
+        while self._cache and sum(f.nbytes for f in self._cache.values() if f) + 4 * columns**2 > _CACHE:
+            self._cache.popitem(last=False)
+        damping = damping_for(source, columns, rows) if self.damping is None else self.damping
+        factors = factorise(self.calibration.matrix(source), damping)
+        if 0 < rows < columns:
+            self.warn(f"{source}: {rows} rows of text for {columns} columns is little; calibrate with more --tokens")
+        for note in factors.notes if factors else []:
+            self.warn(f"{source}: {note}")
+        self._cache[source] = factors
+        return factors
+
+
+def _floats(array: np.ndarray) -> object:
+    assert array.dtype == np.float32 and array.flags.c_contiguous
+    return ffi.from_buffer("float[]", array)
