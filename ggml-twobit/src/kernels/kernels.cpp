@@ -8,6 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#    include <cpuid.h>
+#endif
 #if defined(__aarch64__) && defined(__linux__)
 #    include <sys/auxv.h>
 #endif
@@ -53,13 +56,39 @@ static bool always(void) {
     return true;
 }
 
+#if defined(__x86_64__)
+extern const struct tb_kernels tb_kernels_avx512vnni;
+extern const struct tb_kernels tb_kernels_avxvnni;
+extern const struct tb_kernels tb_kernels_avx2;
+
+static bool has_avx2(void) { // and what comes with it; the compiler's answers include the operating system's support
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+static bool has_avxvnni(void) { // leaf 7.1, EAX bit 4: older compilers have no name for it
+    unsigned a, b, c, d;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+
+static bool has_avx512vnni(void) {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
 struct candidate {
     const struct tb_kernels * kernels;
     bool (*runs_here)(void);
 };
 
 static const candidate candidates[] = { // best first
-    { &tb_kernels_scalar, always },
+#if defined(__x86_64__)
+    { &tb_kernels_avx512vnni, has_avx512vnni },
+    { &tb_kernels_avxvnni,    has_avxvnni    },
+    { &tb_kernels_avx2,       has_avx2       },
+#endif
+    { &tb_kernels_scalar,     always         },
 };
 
 const struct tb_kernels * tb_kernels_at(int i) {

@@ -1,0 +1,63 @@
+// avx512vnni.cpp: a register holds 16 rows × 4 columns, just what one vpdpbusd takes (u8 codes, s8 activations).
+//
+// 2 row tiles × 8 tokens = 16 sums stay in registers. More tokens pass over the block again while it is in L1.
+
+#if defined(__x86_64__)
+
+#if defined(__GNUC__) && !defined(__clang__)
+#    pragma GCC diagnostic ignored "-Wmaybe-uninitialized" // GCC's own avx512fintrin.h, up to 12
+#endif
+
+#include "tile.h"
+#include "x86.h"
+
+namespace {
+
+struct avx512vnni : tb_x86 {
+    using I = __m512i;
+    static const int LANES = 16, PARTS = 2, TOKENS = 8, STEPS = 1;
+    static const bool UNROLLED = true;
+    static const bool SIGNED8 = false;
+
+    static inline I load(const uint8_t * p) { return _mm512_loadu_si512(p); }
+    template <int N> static inline I shr(I v) { return _mm512_srli_epi16(v, N); }
+    static inline I mask(I v, int bits) { return _mm512_and_si512(v, _mm512_set1_epi8((char) bits)); }
+    static inline I or_masked(I a, I v, int bits) { return _mm512_ternarylogic_epi32(a, v, _mm512_set1_epi8((char) bits), 0xf8); }
+    static inline I flip(I v) { return v; }
+    static inline I set(int32_t i) { return _mm512_set1_epi32(i); }
+
+    template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x, int) {
+        static_assert(N == 1, "one step at a time");
+        return _mm512_dpbusd_epi32(sums, w[0], _mm512_set1_epi32(x[0]));
+    }
+
+    static inline void scale_rows(const uint8_t * block, float * ws) {
+        for (int row = 0; row < TB_TILE_ROWS; row += LANES) {
+            const __m512 super = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) (block + TB_SUPER_OFFSET + 2 * row)));
+            for (int g = 0; g < 4; g++) {
+                const __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) (block + TB_TILE_ROWS * g + row)));
+                _mm512_store_ps(ws + TB_TILE_ROWS * g + row, _mm512_mul_ps(super, _mm512_cvtepi32_ps(code)));
+            }
+        }
+    }
+
+    static inline void accumulate(float * y, I sums, float s, const float * ws) {
+        const __m512 c = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(s));
+        _mm512_store_ps(y, _mm512_fmadd_ps(c, _mm512_load_ps(ws), _mm512_load_ps(y)));
+    }
+
+    static inline void add(float * out, float factor, const float * y) {
+        _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_set1_ps(factor), _mm512_load_ps(y), _mm512_loadu_ps(out)));
+    }
+};
+
+} // namespace
+
+extern const struct tb_kernels tb_kernels_avx512vnni;
+const struct tb_kernels tb_kernels_avx512vnni = {
+    /* .name     = */ "avx512vnni",
+    /* .quantize = */ tb_quantize<avx512vnni>,
+    /* .mul_add  = */ tb_mul_add<avx512vnni>,
+};
+
+#endif

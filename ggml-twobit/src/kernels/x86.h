@@ -1,0 +1,90 @@
+// x86.h: what the x86 instruction sets share, in AVX2: rounding activations, and the 256-bit vectors of tile.h.
+#pragma once
+
+#include "packing.h"
+
+#include <immintrin.h>
+#include <math.h>
+
+namespace { // not shared between files: each compiles this for its own instruction set
+
+struct tb_x86 {
+    static inline void prefetch(const char * p) {
+        _mm_prefetch(p, _MM_HINT_T0);
+    }
+
+    // 64 values to int8 (scalar.cpp, quantize_group)
+    static inline int32_t quantize64(const float * x, int8_t * q, float * scale) {
+        const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+        __m256 v[8];
+        __m256i max8 = _mm256_setzero_si256(); // of |x|: as integers NaN > Inf > everything else
+        for (int i = 0; i < 8; i++) {
+            v[i] = _mm256_loadu_ps(x + 8 * i);
+            max8 = _mm256_max_epi32(max8, _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude));
+        }
+        __m128i max4 = _mm_max_epi32(_mm256_castsi256_si128(max8), _mm256_extracti128_si256(max8, 1));
+        max4 = _mm_max_epi32(max4, _mm_shuffle_epi32(max4, 0x4e));
+        max4 = _mm_max_epi32(max4, _mm_shuffle_epi32(max4, 0xb1));
+        const bool finite = _mm_cvtsi128_si32(max4) < 0x7f800000;
+        const float max = _mm_cvtss_f32(_mm_castsi128_ps(max4));
+        if (!finite || max < TB_TINY) {
+            *scale = finite ? 0.0f : NAN;
+            _mm256_storeu_si256((__m256i *) q, _mm256_setzero_si256());
+            _mm256_storeu_si256((__m256i *) q + 1, _mm256_setzero_si256());
+            return 0;
+        }
+        *scale = max / 127.0f;
+        const __m256 inverse = _mm256_set1_ps(127.0f / max);
+        __m256i n[8];
+        for (int i = 0; i < 8; i++) {
+            n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+        }
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); // the packs interleave 128-bit halves
+        __m256i sums = _mm256_setzero_si256();
+        for (int i = 0; i < 2; i++) {
+            const __m256i * h = n + 4 * i;
+            __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(h[0], h[1]), _mm256_packs_epi32(h[2], h[3]));
+            bytes = _mm256_permutevar8x32_epi32(bytes, order);
+            _mm256_storeu_si256((__m256i *) q + i, bytes);
+            sums = _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes)));
+        }
+        __m128i sum4 = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+        sum4 = _mm_add_epi32(sum4, _mm_shuffle_epi32(sum4, 0x4e));
+        sum4 = _mm_add_epi32(sum4, _mm_shuffle_epi32(sum4, 0xb1));
+        return _mm_cvtsi128_si32(sum4);
+    }
+};
+
+// 8 rows × 4 columns in a register; 16 registers hold 2 × 4 sums and their operands
+struct tb_x86_256 : tb_x86 {
+    using I = __m256i;
+    static const int LANES = 8, PARTS = 2, TOKENS = 4;
+
+    static inline I load(const uint8_t * p) { return _mm256_loadu_si256((const __m256i *) p); }
+    template <int N> static inline I shr(I v) { return _mm256_srli_epi16(v, N); }
+    static inline I mask(I v, int bits) { return _mm256_and_si256(v, _mm256_set1_epi8((char) bits)); }
+    static inline I or_masked(I a, I v, int bits) { return _mm256_or_si256(a, mask(v, bits)); }
+    static inline I flip(I v) { return _mm256_xor_si256(v, _mm256_set1_epi8((char) 0x80)); }
+    static inline I set(int32_t i) { return _mm256_set1_epi32(i); }
+
+    static inline void scale_rows(const uint8_t * block, float * ws) {
+        for (int row = 0; row < TB_TILE_ROWS; row += LANES) {
+            const __m256 super = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (block + TB_SUPER_OFFSET + 2 * row)));
+            for (int g = 0; g < 4; g++) {
+                const __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (block + TB_TILE_ROWS * g + row)));
+                _mm256_store_ps(ws + TB_TILE_ROWS * g + row, _mm256_mul_ps(super, _mm256_cvtepi32_ps(code)));
+            }
+        }
+    }
+
+    static inline void accumulate(float * y, I sums, float s, const float * ws) {
+        const __m256 c = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(s));
+        _mm256_store_ps(y, _mm256_fmadd_ps(c, _mm256_load_ps(ws), _mm256_load_ps(y)));
+    }
+
+    static inline void add(float * out, float factor, const float * y) {
+        _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_set1_ps(factor), _mm256_load_ps(y), _mm256_loadu_ps(out)));
+    }
+};
+
+} // namespace
