@@ -239,7 +239,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="type of the token embedding, which is not paired (default q8_0)")  # fmt: skip
     parser.add_argument("--imatrix", metavar="FILE", type=Path, help="importance matrix of llama-imatrix (GGUF or .dat)")
     parser.add_argument("--calibration", metavar="FILE", type=Path,
-                        help="XᵀX from `twobit calibrate`: base (q2_0, q2_k, iq2_xs) and residual are rounded with error feedback")  # fmt: skip
+                        help="XᵀX from `twobit calibrate`: base (q2_0, q2_k, iq2_xs) and residual get error feedback")  # fmt: skip
     parser.add_argument("--damping", metavar="X", type=float,
                         help="of the calibration, for example 0.01 (default: by the amount of text, input by input)")  # fmt: skip
     parser.add_argument("--residual-file", metavar="off|auto|PATH", default="auto",

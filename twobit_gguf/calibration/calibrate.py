@@ -33,7 +33,8 @@ def size(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="a GGUF that llama.cpp runs, best f16 or the one you convert")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.calib")
-    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="text like what the model will see (default: what Python ships with)")
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE",
+                        help="text like what the model will see (default: what Python ships with)")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=40960, help="tokens to run (default: %(default)s)")
     parser.add_argument("--ram", type=size, default=4 << 30, help="memory for the matrices; less means more passes (default: 4G)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

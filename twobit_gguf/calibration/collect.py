@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from .graph import OUTPUT, Activations
 from .model import Runner
 from .store import Info, Writer
 
-_CHECKPOINT = 120  # seconds between saved sums
+_CHECKPOINT = 120.0  # seconds between saved sums
 _PROBE = 32  # tokens that show what the graph looks like
 _GROUP = 64  # a weight with another number of columns has no residual
 
@@ -193,7 +194,8 @@ class Collection:
     def _save_sums(self, sums: _Sums, next_batch: int) -> None:
         counts = json.dumps({"rows": sums.rows, "dropped": sums.dropped, "next": next_batch})
         aside = self._sums_path.with_suffix(".tmp.npz")
-        np.savez(aside, counts=np.array(counts), **sums.sums)
+        arrays: dict[str, Any] = {"counts": np.array(counts), **sums.sums}
+        np.savez(aside, **arrays)
         os.replace(aside, self._sums_path)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 _LEAST = 0.01  # damping where there is text in plenty
 _PER_COLUMN = 0.35  # damping for each column a row of text
 _ATTEMPTS = 4  # of ten times more damping each
-# Wide inputs that only ever come to life in part overfit first: 1 % on 20,000 tokens of Qwen2.5-Coder-1.5B raised their held-out error by a sixth.
+# These wide inputs overfit first: on 20,000 tokens of Qwen2.5-Coder-1.5B 1 % gave a held-out error a sixth higher than 15 %.
 _FFN_DOWN_LEAST = 0.15
 
 

@@ -54,7 +54,7 @@ class Activations:
     def read(self) -> np.ndarray:
         """(rows, columns) f32, a copy; one row for each token, or for each token and expert."""
         shape, strides = tuple(self._tensor.ne)[::-1], tuple(self._tensor.nb)[::-1]
-        span = sum((n - 1) * stride for n, stride in zip(shape, strides)) + 4
+        span = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 4
         memory = (ctypes.c_uint8 * span).from_address(self._tensor.data)
         return np.ndarray(shape, np.float32, memory, strides=strides).reshape(-1, shape[-1]).copy()
 

@@ -41,7 +41,7 @@ def default_text() -> str:
 
 
 def _prose() -> list[str]:
-    texts = []
+    texts: list[str] = []
     try:
         from pydoc_data import topics
 
