@@ -42,21 +42,26 @@ static bool is_gpu(ggml_backend_dev_t dev) {
     return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
 
-// Where no GPU was there when the plugin was loaded, TWOBIT0 takes the first one that has come since (an RPC server, say), else the CPU. Once asked for it stays.
+// Where no GPU was there when the plugin was loaded, TWOBIT0 takes the first one that has come since (an RPC server, say), else the CPU.
+static ggml_backend_dev_t peek_inner(ggml_backend_dev_t dev) {
+    tb_device * d = device_of(dev);
+    if (d->inner) {
+        return d->inner;
+    }
+    for (size_t i = 0; !d->accel && i < ggml_backend_dev_count(); i++) {
+        ggml_backend_dev_t other = ggml_backend_dev_get(i);
+        if (!is_ours(other) && is_gpu(other)) {
+            return other;
+        }
+    }
+    return ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+}
+
+// the same for good: once something has been made on the device it stays
 static ggml_backend_dev_t inner_of(ggml_backend_dev_t dev) {
     static std::mutex mutex;
     std::lock_guard<std::mutex> lock(mutex);
-    tb_device * d = device_of(dev);
-    for (size_t i = 0; !d->inner && !d->accel && i < ggml_backend_dev_count(); i++) {
-        ggml_backend_dev_t other = ggml_backend_dev_get(i);
-        if (!is_ours(other) && is_gpu(other)) {
-            d->inner = other;
-        }
-    }
-    if (!d->inner) {
-        d->inner = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    }
-    return d->inner;
+    return device_of(dev)->inner = peek_inner(dev);
 }
 
 static bool is_over_cpu(ggml_backend_dev_t dev) {
@@ -168,27 +173,26 @@ static const char * tb_device_get_name(ggml_backend_dev_t dev) {
 
 static const char * tb_device_get_description(ggml_backend_dev_t dev) {
     tb_device * d = device_of(dev);
-    d->description = std::string("2-bit base and residual over ") + ggml_backend_dev_description(inner_of(dev));
+    d->description = std::string("2-bit base and residual over ") + ggml_backend_dev_description(peek_inner(dev));
     return d->description.c_str();
 }
 
 static void tb_device_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
-    ggml_backend_dev_memory(inner_of(dev), free, total);
-    if (!is_over_cpu(dev) && *free > 2*STAGING_RESERVE) {
+    ggml_backend_dev_memory(peek_inner(dev), free, total);
+    if (is_gpu(peek_inner(dev)) && *free > 2*STAGING_RESERVE) {
         *free -= STAGING_RESERVE;
     }
 }
 
 static enum ggml_backend_dev_type tb_device_get_type(ggml_backend_dev_t dev) {
-    const tb_device * d = device_of(dev);
-    if (d->accel) {
+    if (device_of(dev)->accel) {
         return GGML_BACKEND_DEVICE_TYPE_ACCEL;
     }
-    return d->inner && is_gpu(d->inner) ? ggml_backend_dev_type(d->inner) : GGML_BACKEND_DEVICE_TYPE_GPU;
+    return is_gpu(peek_inner(dev)) ? ggml_backend_dev_type(peek_inner(dev)) : GGML_BACKEND_DEVICE_TYPE_GPU;
 }
 
 static void tb_device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
-    ggml_backend_dev_get_props(inner_of(dev), props);
+    ggml_backend_dev_get_props(peek_inner(dev), props);
     props->name        = tb_device_get_name(dev);
     props->description = tb_device_get_description(dev);
     props->type        = tb_device_get_type(dev);
