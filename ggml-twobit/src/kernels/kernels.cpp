@@ -12,6 +12,7 @@
 #    include <cpuid.h>
 #endif
 #if defined(__aarch64__) && defined(__linux__)
+#    include <asm/hwcap.h>
 #    include <sys/auxv.h>
 #endif
 
@@ -77,6 +78,18 @@ static bool has_avx512vnni(void) {
 }
 #endif
 
+#if defined(__aarch64__)
+extern const struct tb_kernels tb_kernels_neon;
+
+static bool has_dotprod(void) {
+#    if defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#    else
+    return true; // Apple's have it since the M1
+#    endif
+}
+#endif
+
 struct candidate {
     const struct tb_kernels * kernels;
     bool (*runs_here)(void);
@@ -87,6 +100,9 @@ static const candidate candidates[] = { // best first
     { &tb_kernels_avx512vnni, has_avx512vnni },
     { &tb_kernels_avxvnni,    has_avxvnni    },
     { &tb_kernels_avx2,       has_avx2       },
+#endif
+#if defined(__aarch64__)
+    { &tb_kernels_neon,       has_dotprod    },
 #endif
     { &tb_kernels_scalar,     always         },
 };

@@ -1,0 +1,99 @@
+// neon.cpp: sdot of ARMv8.2, 4 rows × 4 columns in a register (s8 × s8; codes of 8 bits are made signed, the others are below 128).
+//
+// 4 × 4 rows × 4 tokens = 16 sums stay in the 32 registers. i8mm has no use here: smmla takes 8 columns of a row at a time, and a
+// vector of this layout holds 4.
+
+#if defined(__aarch64__)
+
+#include "tile.h"
+
+#include <arm_neon.h>
+
+namespace {
+
+struct neon {
+    using I = int32x4_t;
+    static const int LANES = 4, PARTS = 4, TOKENS = 4, STEPS = 1;
+    static const bool UNROLLED = false;
+    static const bool SIGNED8 = true;
+
+    static inline I from_u8(uint8x16_t v) { return vreinterpretq_s32_u8(v); }
+    static inline uint8x16_t u8(I v) { return vreinterpretq_u8_s32(v); }
+
+    static inline I load(const uint8_t * p) { return from_u8(vld1q_u8(p)); }
+    template <int N> static inline I shr(I v) { return vreinterpretq_s32_u16(vshrq_n_u16(vreinterpretq_u16_s32(v), N)); }
+    static inline I mask(I v, int bits) { return from_u8(vandq_u8(u8(v), vdupq_n_u8((uint8_t) bits))); }
+    static inline I or_masked(I a, I v, int bits) { return from_u8(vorrq_u8(u8(a), u8(mask(v, bits)))); }
+    static inline I flip(I v) { return from_u8(veorq_u8(u8(v), vdupq_n_u8(0x80))); }
+    static inline I set(int32_t i) { return vdupq_n_s32(i); }
+    static inline void prefetch(const char * p) { __builtin_prefetch(p); }
+
+    template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x, int) {
+        static_assert(N == 1, "one step at a time");
+        return vdotq_s32(sums, vreinterpretq_s8_s32(w[0]), vreinterpretq_s8_s32(vld1q_dup_s32(x)));
+    }
+
+    static inline void scale_rows(const uint8_t * block, float * ws) {
+        for (int row = 0; row < TB_TILE_ROWS; row += 8) {
+            const float16x8_t super = vreinterpretq_f16_u8(vld1q_u8(block + TB_SUPER_OFFSET + 2 * row));
+            const float32x4_t low = vcvt_f32_f16(vget_low_f16(super)), high = vcvt_f32_f16(vget_high_f16(super));
+            for (int g = 0; g < 4; g++) {
+                const int16x8_t code = vmovl_s8(vld1_s8((const int8_t *) block + TB_TILE_ROWS * g + row));
+                float * out = ws + TB_TILE_ROWS * g + row;
+                vst1q_f32(out, vmulq_f32(low, vcvtq_f32_s32(vmovl_s16(vget_low_s16(code)))));
+                vst1q_f32(out + 4, vmulq_f32(high, vcvtq_f32_s32(vmovl_s16(vget_high_s16(code)))));
+            }
+        }
+    }
+
+    static inline void accumulate(float * y, I sums, float s, const float * ws) {
+        const float32x4_t c = vmulq_f32(vcvtq_f32_s32(sums), vdupq_n_f32(s));
+        vst1q_f32(y, vfmaq_f32(vld1q_f32(y), c, vld1q_f32(ws)));
+    }
+
+    static inline void add(float * out, float factor, const float * y) {
+        vst1q_f32(out, vfmaq_f32(vld1q_f32(out), vdupq_n_f32(factor), vld1q_f32(y)));
+    }
+
+    // scalar.cpp, quantize_group
+    static inline int32_t quantize64(const float * x, int8_t * q, float * scale) {
+        uint32x4_t max4 = vdupq_n_u32(0); // of |x|: as integers NaN > Inf > everything else
+        for (int i = 0; i < TB_GROUP; i += 4) {
+            max4 = vmaxq_u32(max4, vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), vdupq_n_u32(0x7fffffff)));
+        }
+        const uint32_t max_bits = vmaxvq_u32(max4);
+        float max;
+        memcpy(&max, &max_bits, sizeof(max));
+        const bool finite = max_bits < 0x7f800000;
+        if (!finite || max < TB_TINY) {
+            *scale = finite ? 0.0f : NAN;
+            memset(q, 0, TB_GROUP);
+            return 0;
+        }
+        *scale = max / 127.0f;
+        const float inverse = 127.0f / max;
+        int32_t sum = 0;
+        for (int i = 0; i < TB_GROUP; i += 16) {
+            int32x4_t n[4];
+            for (int j = 0; j < 4; j++) {
+                n[j] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4 * j), inverse));
+            }
+            const int16x8_t a = vcombine_s16(vmovn_s32(n[0]), vmovn_s32(n[1])), b = vcombine_s16(vmovn_s32(n[2]), vmovn_s32(n[3]));
+            const int8x16_t bytes = vcombine_s8(vmovn_s16(a), vmovn_s16(b));
+            vst1q_s8(q + i, bytes);
+            sum += vaddlvq_s8(bytes);
+        }
+        return sum;
+    }
+};
+
+} // namespace
+
+extern const struct tb_kernels tb_kernels_neon;
+const struct tb_kernels tb_kernels_neon = {
+    /* .name     = */ "neon",
+    /* .quantize = */ tb_quantize<neon>,
+    /* .mul_add  = */ tb_mul_add<neon>,
+};
+
+#endif
