@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -155,6 +156,11 @@ def add_rpc_server(endpoint: str) -> None:
     address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_rpc_add_server")
     if not address:
         raise NativeError("this ggml's RPC cannot add servers")
+    host, _, port = endpoint.rpartition(":")
+    try:  # ggml aborts the process where nobody answers
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise NativeError(f"no RPC server answers at {endpoint}: {error}") from None
     add = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address)
     server = add(endpoint.encode())
     if not server:
