@@ -148,7 +148,6 @@ class Speculator:
     def sampled(self, step: Step, token: int, *, follow: bool = True) -> bool:
         """Tells which token was sampled at step.node. True: it was drafted, and step.node is now its node; False: the step is over."""
         step.n_sampled += 1
-        self.stats.tokens += 1
         for child in step.tree.children.get(step.node, ()):
             candidate = step.tree.candidates[child]
             step.acceptance.observe(candidate.rank, candidate.p, candidate.token == token)
@@ -176,9 +175,13 @@ class Speculator:
             self._rate.saw_step(step.n_sampled, step.seconds, 1 / self.costs.verify(1))
         return [step.tree.tokens[node] for node in step.path[on_trunk:]]
 
-    def leave(self) -> None:
-        """Ends the open step and gives the context back as everyone else expects it: sequence 0 alone."""
-        self.settle()
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is waiting for samples; settle() ends it."""
+        return self._step is not None
+
+    def unmirror(self) -> None:
+        """Leaves sequence 0 alone, as everyone else who uses the context expects it."""
         self._cells.unmirror()
 
     @property

@@ -1,0 +1,419 @@
+"""Llama: llama_cpp.Llama for paired GGUFs. The 2-bit base drafts, base + residual verifies, in one context.
+
+    llm = Llama("out.gguf")                     # all layers on TWOBIT0, speculative decoding
+    llm("Once upon a time", max_tokens=64)
+    llm.speculation_stats.tokens_per_verification
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import llama_cpp
+import llama_cpp.llama_cpp as llama_c
+
+from . import _native, format, gguf_file, plugin
+from .errors import MissingResidual, TwobitError
+from .format import PairedFile
+from .speculative import SpeculationOptions, SpeculationStats, Speculator
+
+Mode = Literal["speculative", "full", "draft"]
+
+_MAX_ROOTS = 8  # pending tokens that join a verification; more are evaluated before it
+_GENERATE = inspect.signature(llama_cpp.Llama.generate)
+
+
+class Llama(llama_cpp.Llama):
+    """A llama_cpp.Llama that also loads paired GGUFs; all calls of llama_cpp.Llama work as they do there.
+
+    A GGUF without a residual is run exactly as llama_cpp.Llama would, whatever the options below say.
+
+    Args:
+        model_path: the paired GGUF.
+        mode: speculative (the text of full mode, faster), full (base + residual, one token a step) or draft (the 2-bit base alone).
+        device: the device or devices that the layers go to, by name; all TWOBITn by default.
+        n_gpu_layers: layers on the device, -1 for all. The weights of the others stay in RAM and have their residuals as well.
+        residual_path: the residual's own file, where it is neither in the model's file nor beside it.
+        speculation: shape and limits of speculative mode.
+        populate: read the residual into RAM while loading. mlock_residual: and keep it there.
+        verify_checksums: compare the checksum of every pair while loading.
+        rpc_servers: "host:port,…": ggml RPC servers whose devices join.
+        n_threads: as in llama_cpp.Llama, but all physical cores by default.
+        **kwargs: of llama_cpp.Llama.
+
+    Raises:
+        TwobitError: the file is damaged or the residual belongs to another model; the plugin is missing; one line.
+        MemoryError: mlock_residual, and not enough RAM.
+        ValueError: llama.cpp does not take the file.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        mode: Mode = "speculative",
+        device: str | Sequence[str] | None = None,
+        n_gpu_layers: int | None = None,
+        residual_path: str | None = None,
+        speculation: SpeculationOptions | None = None,
+        populate: bool = False,
+        mlock_residual: bool = False,
+        verify_checksums: bool = True,
+        rpc_servers: str | None = None,
+        n_threads: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._speculator: Speculator | None = None
+        self._speculation = speculation or SpeculationOptions()
+        self._pieces: dict[int, bytes] = {}
+        self._twobit_kwargs = {
+            "mode": mode, "device": device, "residual_path": residual_path, "speculation": speculation, "populate": populate,
+            "mlock_residual": mlock_residual, "verify_checksums": verify_checksums, "rpc_servers": rpc_servers,
+        }  # fmt: skip
+        self._devices: Any = None  # the NULL-terminated list that model_params points to
+        self._can_speculate = False
+        self.paired: PairedFile | None = None
+        self._mode: Mode = mode
+        _check_mode(mode)
+        model_path = os.fspath(model_path)
+
+        if rpc_servers:
+            plugin.load()
+            for endpoint in rpc_servers.split(","):
+                plugin.add_rpc_server(endpoint)
+        self.paired = open_if_paired(model_path, residual_path)
+        if self.paired is None:
+            if device is not None:
+                self._devices = device_list([device] if isinstance(device, str) else device)
+            super().__init__(model_path, n_gpu_layers=n_gpu_layers or 0, n_threads=n_threads, **kwargs)
+            return
+
+        if n_gpu_layers is None:
+            n_gpu_layers = -1
+        plugin.load()
+        self._devices = device_list(device_names(device))
+        advice = plugin.memory_advice(_ram_bytes(self.paired), mlock=mlock_residual)
+        if advice:
+            print(f"twobit: {model_path}: {advice}", file=sys.stderr)
+        with attached(self.paired, populate=populate, mlock=mlock_residual, verify=verify_checksums, weights=not kwargs.get("vocab_only")):
+            super().__init__(model_path, n_gpu_layers=n_gpu_layers, n_threads=n_threads or physical_cores(), **kwargs)
+
+    # ---- what llama_cpp.Llama's constructor makes, adjusted on the way ----
+
+    @property
+    def model_params(self) -> llama_c.llama_model_params:
+        """llama.cpp's parameters of the model; they name our devices."""
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: llama_c.llama_model_params) -> None:
+        if self._devices is not None:
+            params.devices = ctypes.addressof(self._devices)  # type: ignore[assignment]
+        self._model_params = params
+
+    @property
+    def _model(self) -> Any:
+        return self._loaded_model
+
+    @_model.setter
+    def _model(self, model: Any) -> None:
+        """The model is loaded and its context not yet made: the moment to decide how many sequences it needs."""
+        self._loaded_model = model
+        if self.paired is None or self.context_params.embeddings:
+            return
+        if llama_c.llama_model_is_recurrent(model.model) or llama_c.llama_model_is_hybrid(model.model):
+            if self._mode == "speculative":
+                _say_once(f"{self.model_path}: this architecture's memory cannot go back, so it decodes plainly, in full quality")
+            return
+        self._can_speculate = True
+        self.context_params.kv_unified = True
+        self.context_params.n_seq_max = self._speculation.n_seq
+        self.context_params.swa_full = True  # a window that forgets could not be rolled back
+
+    # ---- modes ----
+
+    @property
+    def mode(self) -> str:
+        """speculative, full or draft; may be set between calls."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        _check_mode(mode)
+        self._settle()
+        if mode != self._mode:
+            self.reset()  # cells of the draft must not serve the verifier, nor the other way round
+        self._mode = mode
+
+    @property
+    def speculation_stats(self) -> SpeculationStats:
+        """What speculation did since the model was loaded (or since stats.reset())."""
+        return self._engine().stats if self._can_speculate else SpeculationStats()
+
+    @property
+    def speculation_costs(self) -> dict[str, object] | None:
+        """Measured milliseconds of a draft pass and of verifications; None before the first speculative call."""
+        costs = self._speculator.costs if self._speculator is not None else None
+        return costs.to_dict() if costs is not None else None
+
+    def _decoding(self) -> contextlib.AbstractContextManager[object]:
+        if self.paired is None:
+            return contextlib.nullcontext()
+        return plugin.mode("draft" if self._mode == "draft" else "full")
+
+    # ---- llama_cpp.Llama's calls that decode or move the state ----
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluates tokens, in full mode unless mode is draft."""
+        self._settle()
+        with self._decoding():
+            super().eval(tokens)
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """Embeddings of the full model (of the base in draft mode); the model must be loaded with embedding=True."""
+        with self._decoding():
+            return super().embed(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Forgets the text."""
+        self._settle()
+        super().reset()
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """The state of the verified text."""
+        self._settle()
+        return super().save_state()
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Goes back to a state."""
+        self._settle()
+        super().load_state(state)
+
+    def close(self) -> None:
+        """Frees the model."""
+        self._speculator = None
+        if hasattr(self, "_stack"):  # not there if the constructor refused the file
+            super().close()
+
+    def detokenize(self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False) -> bytes:
+        """Text of tokens. A completion asks for its whole text once a token: pieces are kept, so that this stays cheap."""
+        if special or type(self.tokenizer_) is not llama_cpp.LlamaTokenizer or self._token_bos in tokens:
+            return super().detokenize(tokens, prev_tokens=prev_tokens, special=special)
+        pieces = self._pieces
+        for token in tokens:
+            if token not in pieces:
+                pieces[token] = super().detokenize([token])
+        return b"".join([pieces[token] for token in tokens])
+
+    @property
+    def _token_bos(self) -> int:
+        return self._loaded_model.token_bos()
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
+        """Tokens behind a prompt, as llama_cpp.Llama.generate; in speculative mode the same distribution, faster."""
+        self._settle()
+        if not self._can_speculate or self._mode != "speculative" or self.draft_model is not None:
+            yield from super().generate(tokens, *args, **kwargs)
+            return
+        # llama_cpp.Llama reads the prompt, reuses the prefix that is there already, makes the sampler and draws the first token.
+        plain = super().generate(tokens, *args, **kwargs)
+        first = next(plain, None)
+        plain.close()
+        if first is None:
+            return
+        self._engine().stats.tokens += 1
+        sent = yield first
+        stopping = _GENERATE.bind(self, tokens, *args, **kwargs).arguments.get("stopping_criteria")
+        yield from self._speculate([first, *(sent or ())], stopping)
+
+    def _speculate(self, roots: list[int], stopping: Any) -> Generator[int, Sequence[int] | None, None]:
+        """Goes on behind `roots`, tokens of the text that have not been evaluated."""
+        engine, stats, sampler = self._engine(), self._engine().stats, self._sampler
+        assert sampler is not None
+        try:
+            while True:
+                if len(roots) > _MAX_ROOTS:
+                    self.eval(roots[:-1])
+                    roots = roots[-1:]
+                step = engine.step(roots, self.n_tokens)
+                for root in roots:
+                    self._append(root)
+                while True:
+                    if self._logits_all:
+                        self.scores[self.n_tokens - 1] = engine.logits(step)
+                    begin = time.perf_counter()
+                    token = sampler.sample(self._ctx, step.row)
+                    stats.seconds["sample"] += time.perf_counter() - begin
+                    stats.tokens += 1
+                    if stopping is not None and stopping(self._input_ids, engine.logits(step).copy()):
+                        return
+                    sent = yield token
+                    if not engine.sampled(step, token, follow=not sent):
+                        break
+                    self._append(token)
+                off_trunk = engine.settle()
+                self.n_tokens -= len(off_trunk)
+                self._requires_eval = True
+                roots = [*off_trunk, token]
+                if sent:
+                    self.eval([*roots, *sent[:-1]])
+                    roots = [sent[-1]]
+        finally:
+            self._settle()
+
+    def _append(self, token: int) -> None:
+        self.input_ids[self.n_tokens] = token
+        self.n_tokens += 1
+
+    def _settle(self) -> None:
+        """Brings cells and counts back to what llama_cpp.Llama expects: n_tokens positions in sequence 0, no other sequences."""
+        if self._speculator is None or self._ctx.ctx is None:
+            return
+        if self._speculator.is_open:
+            self.n_tokens -= len(self._speculator.settle())
+            # the rows of a tree are not those of a text: an exact prompt match must not sample from them
+            self._requires_eval = True
+        self._speculator.unmirror()
+
+    def _engine(self) -> Speculator:
+        if self._speculator is None:
+            vocab = self._loaded_model.vocab
+            self._speculator = Speculator(
+                self._ctx.ctx,
+                n_vocab=self._n_vocab,
+                n_ctx=self._n_ctx,
+                n_batch=min(self.n_batch, self.context_params.n_ubatch),
+                options=self._speculation,
+                is_end=lambda token: bool(llama_c.llama_vocab_is_eog(vocab, token)),
+                history=lambda: self.input_ids,
+                costs_key=self._costs_key(),
+            )
+        return self._speculator
+
+    def _costs_key(self) -> str:
+        status = os.stat(self.model_path)
+        library = os.stat(_native.library_path())
+        params = self.context_params
+        return (
+            f"{os.path.realpath(self.model_path)} {status.st_size} {status.st_mtime_ns} {library.st_mtime_ns} {platform.node()} "
+            f"{_cpu_name()} {self._device_names} {self.model_params.n_gpu_layers} {params.n_threads} {params.n_threads_batch} "
+            f"{params.type_k} {params.type_v} {params.flash_attn_type} {params.offload_kqv} {self._speculation.n_seq}"
+        )
+
+    @property
+    def _device_names(self) -> list[str]:
+        return [device.name for device in plugin.devices()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **self._twobit_kwargs, "mode": self._mode}
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def open_if_paired(model_path: str, residual_path: str | None = None) -> PairedFile | None:
+    """The paired file, checked but for its tensors' bytes; None if it is a plain GGUF, or has lost its residual, which is said on stderr.
+
+    Raises:
+        TwobitError: it is paired and damaged.
+    """
+    try:
+        main = gguf_file.open_gguf(Path(model_path))
+    except TwobitError:
+        return None  # llama.cpp may know better, and says so if it does not
+    if not format.is_paired(main):
+        return None
+    try:
+        return format.open_paired(Path(model_path), Path(residual_path) if residual_path else None)
+    except MissingResidual as error:
+        print(f"twobit: WARNING: {error}; it runs as a 2-bit model", file=sys.stderr)
+        return None
+
+
+@contextlib.contextmanager
+def attached(paired: PairedFile, *, populate: bool = False, mlock: bool = False, verify: bool = True, weights: bool = True) -> Any:
+    """Around the load of a paired file: tells the plugin where the residual is, and complains if any pair was not taken."""
+    residual = None if paired.residual_path == paired.path else paired.residual_path
+    before = plugin.counters().pairs_alive
+    with plugin.attach(paired.path, residual, populate=populate, mlock=mlock, verify=verify):
+        try:
+            yield
+        except ValueError as error:
+            reason = _native.last_error()
+            if reason and paired.path.name in reason:
+                raise TwobitError(reason) from error
+            raise
+    taken = plugin.counters().pairs_alive - before
+    if weights and taken < len(paired.pairs):
+        print(
+            f"twobit: WARNING: {paired.path}: {taken} of {len(paired.pairs)} weights have their residual, the others run at 2 bits; "
+            "put the layers on a TWOBIT device or on the CPU",
+            file=sys.stderr,
+        )
+
+
+def device_names(device: str | Sequence[str] | None) -> list[str]:
+    """The devices a user named, all TWOBITn by default."""
+    if isinstance(device, str):
+        return device.split(",")
+    if device is not None:
+        return list(device)
+    return [d.name for d in plugin.devices() if re.fullmatch(r"TWOBIT\d+", d.name)]
+
+
+def device_list(names: Iterable[str]) -> Any:
+    """The NULL-terminated array for llama_model_params.devices; keep it as long as those are used."""
+    handles = [plugin.device_handle(name) for name in names]
+    return (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+
+
+def _ram_bytes(paired: PairedFile) -> int:
+    """The residual, and the main part where no GPU takes it."""
+    residual = sum(pair.residual_nbytes for pair in paired.pairs)
+    on_gpu = any(d.type in ("GPU", "IGPU") and not d.name.startswith("TWOBIT") for d in plugin.devices())
+    return residual + (0 if on_gpu else paired.main.end)
+
+
+def physical_cores() -> int:
+    """Cores this process may use, counting two threads of one core once."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in allowed:
+        try:
+            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
+        except OSError:
+            siblings = str(cpu)
+        cores.add(siblings.strip())
+    return max(len(cores), 1)
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise TwobitError(f"no mode {mode!r}: speculative, full or draft")
+
+
+_said: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        print(f"twobit: {line}", file=sys.stderr)
