@@ -10,7 +10,7 @@ from ..errors import TwobitError
 
 _PASSAGE = 6000  # characters taken in one piece from a default source
 _MODULES = 60  # files of the standard library
-_PROSE_SHARE = 2  # passages of prose for each passage of code
+_PROSE, _CODE = 180, 90  # passages of each in the calibration's text; those behind them are for evaluation
 
 
 def read_texts(paths: list[Path]) -> str:
@@ -31,9 +31,14 @@ def read_texts(paths: list[Path]) -> str:
     return text
 
 
-def default_text() -> str:
-    """About 1.5 MB of English prose and Python code, mixed; the same for one Python version."""
-    passages = _passages(_prose(), _PROSE_SHARE) + _passages(_code(), 1)
+def default_text(held_out: bool = False) -> str:
+    """About 1.5 MB of English prose and Python code, mixed, the same for one Python version; held_out: other passages of the same kind."""
+    passages = []
+    for texts, n in ((_prose(), _PROSE), (_code(), _CODE)):
+        found = [text[i : i + _PASSAGE] for text in texts for i in range(0, len(text), _PASSAGE)]
+        random.Random(0).shuffle(found)
+        n = min(n, 3 * len(found) // 4)
+        passages += found[n : n + n // 3] if held_out else found[:n]
     if not passages:
         raise TwobitError("this Python has no sources of its standard library; give --text files with prose and code")
     random.Random(0).shuffle(passages)
@@ -59,8 +64,3 @@ def _code() -> list[str]:
     random.Random(0).shuffle(files)
     return [file.read_text(encoding="utf-8", errors="replace") for file in files[:_MODULES]]
 
-
-def _passages(texts: list[str], share: int) -> list[str]:
-    passages = [text[i : i + _PASSAGE] for text in texts for i in range(0, len(text), _PASSAGE)]
-    random.Random(share).shuffle(passages)
-    return passages[: 90 * share]

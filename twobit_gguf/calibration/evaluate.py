@@ -1,0 +1,178 @@
+"""`twobit eval FILE --reference REF.gguf`: how much of the reference a paired GGUF keeps, as verifier and as draft.
+
+KL divergence, same top token and perplexity are taken over the second half of sequences of 512 tokens. "verify" is the model as it
+runs, "weights" its weights alone with f16 activations, "draft" the 2-bit base as it runs. "bits in RAM" is what a step of decoding
+reads from RAM for each weight: the residual of a pair (its base is on the GPU), all of a stock model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from .. import format
+from .._native import NativeError
+from ..errors import TwobitError
+from ..llama import Llama, Mode
+from . import acceptance
+from .divergence import Divergence, log_softmax
+from .expand import base_bits, quantize_stock, ram_bits, write_f16
+from .model import CONTEXT, cut, tokenize
+from .text import default_text, read_texts
+
+_FIRST = CONTEXT // 2  # first scored position
+_STOCK = {"q8_0": 7, "q6_k": 18, "q5_k": 17, "q4_k": 15, "q3_k": 12, "q2_k": 10}  # llama_ftype
+
+
+def logits(path: Path, mode: Mode, sequences: np.ndarray, threads: int | None) -> Iterator[np.ndarray]:
+    """(positions, vocabulary) f32 of each sequence, valid until the next one."""
+    model = Llama(str(path), mode=mode, n_ctx=CONTEXT, n_batch=CONTEXT, logits_all=True, n_threads=threads, verbose=False)
+    try:
+        for tokens in sequences:
+            model.reset()
+            model.eval(tokens.tolist())
+            yield model.scores[_FIRST : CONTEXT - 1]
+    finally:
+        model.close()
+
+
+class Reference:
+    """The reference's log probabilities, kept in a temporary file."""
+
+    def __init__(self, path: Path, text: str, n_sequences: int, folder: Path, threads: int | None) -> None:
+        vocabulary = Llama(str(path), vocab_only=True, verbose=False)
+        try:
+            vocab = vocabulary._model.vocab
+            bos = vocabulary.token_bos() if vocabulary._model.add_bos_token() else None
+            self.sequences = cut(tokenize(vocab, text), bos, CONTEXT, n_sequences)
+            shape = (len(self.sequences), CONTEXT - 1 - _FIRST, vocabulary.n_vocab())
+        finally:
+            vocabulary.close()
+        self.log_p = np.memmap(folder / "reference.f32", np.float32, "w+", shape=shape)
+        self.threads = threads
+        itself = Divergence()
+        for i, rows in enumerate(_progress(logits(path, "full", self.sequences, threads), "reference", shape[0])):
+            self.log_p[i] = log_softmax(rows)
+            itself.add(self.log_p[i], rows, self.sequences[i, _FIRST + 1 :])
+        self.summary = itself.summary()
+
+    def compare(self, path: Path, mode: Mode, what: str) -> dict[str, object]:
+        """The divergence of a model from the reference.
+
+        Raises:
+            TwobitError: its vocabulary is another.
+        """
+        divergence = Divergence()
+        for i, rows in enumerate(_progress(logits(path, mode, self.sequences, self.threads), what, len(self.sequences))):
+            if rows.shape != self.log_p[i].shape:
+                raise TwobitError(f"{path}: {rows.shape[1]} tokens in its vocabulary, {self.log_p.shape[2]} in the reference's")
+            divergence.add(self.log_p[i], rows, self.sequences[i, _FIRST + 1 :])
+        return divergence.summary()
+
+
+def _progress(rows: Iterator[np.ndarray], what: str, total: int) -> Iterator[np.ndarray]:
+    return iter(tqdm(rows, desc=what, total=total, unit="seq", disable=None))
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """Raises TwobitError, NativeError."""
+    paired = format.open_paired(args.model)
+    text = read_texts(args.text) if args.text else default_text(held_out=True)
+    rows: dict[str, Any] = {}
+    result: dict[str, Any] = {"model": str(args.model), "reference": str(args.reference), "base_bpw": base_bits(paired), "rows": rows}
+    with tempfile.TemporaryDirectory(prefix=".twobit-eval-", dir=args.tmp or args.model.parent) as name:
+        folder = Path(name)
+        reference = Reference(args.reference, text, args.sequences, folder, args.threads)
+        rows["reference"] = reference.summary | {"ram_bits": ram_bits(args.reference)}
+        bits = ram_bits(args.model)
+        rows["verify"] = reference.compare(args.model, "full", "verify") | {"ram_bits": bits}
+        if not args.no_weights:
+            write_f16(args.model, folder / "weights.gguf")
+            rows["verify weights"] = reference.compare(folder / "weights.gguf", "full", "verify weights") | {"ram_bits": bits}
+            (folder / "weights.gguf").unlink()
+        rows["draft"] = reference.compare(args.model, "draft", "draft") | {"ram_bits": 0.0}
+        for kind in args.beside:
+            stock, expanded = folder / f"{kind}.gguf", folder / f"{kind}-f16.gguf"
+            quantize_stock(args.reference, stock, _STOCK[kind])
+            bits = ram_bits(stock)
+            rows[kind] = reference.compare(stock, "full", kind) | {"ram_bits": bits}
+            if not args.no_weights:
+                write_f16(stock, expanded)
+                rows[f"{kind} weights"] = reference.compare(expanded, "full", f"{kind} weights") | {"ram_bits": bits}
+                expanded.unlink()
+            stock.unlink()
+    if args.acceptance:
+        result["acceptance"] = {
+            f"{shape} t={temperature:g}": acceptance.tokens_per_verification(
+                args.model, shape, temperature, args.acceptance_tokens, args.prompts, args.threads
+            ).to_dict()
+            for shape in args.acceptance
+            for temperature in args.temperature
+        }
+    return result
+
+
+def render(result: dict[str, Any]) -> str:
+    """The table for people."""
+    lines = [f"{'':16} {'bits in RAM':>11} {'KLD':>21} {'KLD 99.9 %':>10} {'same top, %':>15} {'perplexity':>17}"]
+    for name, row in result["rows"].items():
+        kld, top, ppl = row["kld"], row["same_top"], row["perplexity"]
+        lines.append(
+            f"{name:16} {row['ram_bits']:11.2f} {kld['mean']:11.6f} ± {kld['stderr']:.5f} {row['kld_99_9']:10.4f} "
+            f"{100 * top['mean']:8.2f} ± {100 * top['stderr']:.2f} {ppl['mean']:10.4f} ± {ppl['stderr']:.3f}"
+        )
+    for name, row in result.get("acceptance", {}).items():
+        lines.append(f"{name}: {row['mean']:.2f} ± {row['stderr']:.2f} tokens per verification")
+    return "\n".join(lines)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="twobit eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="FILE", help="a paired GGUF")
+    parser.add_argument("--reference", type=Path, required=True, metavar="REF.gguf", help="what it should be like, best its f16")
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE",
+                        help="not the calibration's (default: passages of what Python ships with that calibrate leaves out)")  # fmt: skip
+    parser.add_argument("--sequences", type=int, default=16, help="of 512 tokens (default: %(default)s)")
+    parser.add_argument("--beside", nargs="+", choices=_STOCK, default=[], help="stock types of the reference, for comparison")
+    parser.add_argument("--no-weights", action="store_true", help="leave out the weights-only rows (they need disk space for f16 copies)")
+    parser.add_argument("--acceptance", nargs="+", choices=acceptance.SHAPES, default=[], help="also measure tokens per verification")
+    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="for --acceptance (default: greedy)")
+    parser.add_argument("--prompts", type=int, default=len(acceptance.PROMPTS), help="for --acceptance (default: all %(default)s)")
+    parser.add_argument("--acceptance-tokens", type=int, default=96, help="generated behind each prompt (default: %(default)s)")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--tmp", type=Path, metavar="FOLDER", help="for temporary files (default: beside FILE)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    if args.sequences < 1 or not 1 <= args.prompts <= len(acceptance.PROMPTS) or args.acceptance_tokens < 1:
+        parser.error("--sequences, --prompts and --acceptance-tokens must be at least 1, prompts at most " + str(len(acceptance.PROMPTS)))
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command. Exit status 0, 2 for what it refuses."""
+    args = _parse(argv)
+    try:
+        result = evaluate(args)
+    except (TwobitError, NativeError, ValueError) as error:
+        print(f"twobit eval: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"twobit eval: {error.filename or args.tmp or os.curdir}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print(json.dumps(result, indent=2) if args.json else render(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
