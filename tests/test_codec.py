@@ -55,7 +55,9 @@ def encode(bits: int, w: F32, type_: int = 0, base: U8 | None = None, importance
     """(factor, packed residual)."""
     factor = lib.twobit_residual_factor(bits, lib.twobit_residual_max_abs(floats(w), type_, void(base), *w.shape))
     out = np.zeros(lib.twobit_residual_nbytes(bits, *w.shape, 1), np.uint8)
-    assert lib.twobit_residual_encode(bits, factor, floats(w), type_, void(base), *w.shape, floats(importance), void(out)) == 0, last_error()
+    assert lib.twobit_residual_encode(bits, factor, floats(w), type_, void(base), *w.shape, floats(importance), void(out)) == 0, (
+        last_error()
+    )
     return factor, out
 
 
@@ -118,7 +120,9 @@ def test_q2_0_scale_is_searched(gaussian: F32) -> None:
     ours = error(dequantize(Q2_0, quantize(Q2_0, gaussian), gaussian.shape))
     print(f"Q2_0: {ours:.3f} of the variance, ggml's {ggml:.3f}")
     assert ours < 0.13 < ggml
-    assert np.array_equal(dequantize(Q2_0, quantize(Q2_0, -gaussian), gaussian.shape), -dequantize(Q2_0, quantize(Q2_0, gaussian), gaussian.shape))
+    assert np.array_equal(
+        dequantize(Q2_0, quantize(Q2_0, -gaussian), gaussian.shape), -dequantize(Q2_0, quantize(Q2_0, gaussian), gaussian.shape)
+    )
 
 
 def test_importance_moves_the_error(gaussian: F32) -> None:
@@ -238,7 +242,19 @@ def test_product(bits: int, kernel: str) -> None:
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(7, 1, 64, 1), (6, 0, 64, 1), (6, 1, 63, 1), (6, 1, 0, 1), (6, -1, 64, 1), (6, 1, 64, 0), (6, 2**40, 64, 1), (8, 2**31, 2**31 - 64, 2**40)])  # fmt: skip
+IMPOSSIBLE = [
+    (7, 1, 64, 1),
+    (6, 0, 64, 1),
+    (6, 1, 63, 1),
+    (6, 1, 0, 1),
+    (6, -1, 64, 1),
+    (6, 1, 64, 0),
+    (6, 2**40, 64, 1),
+    (8, 2**31, 2**31 - 64, 2**40),
+]
+
+
+@pytest.mark.parametrize("shape", IMPOSSIBLE)
 def test_shapes_the_format_cannot_hold(shape: tuple[int, int, int, int]) -> None:
     assert lib.twobit_residual_nbytes(*shape) < 0
     assert last_error() and "\n" not in last_error()
