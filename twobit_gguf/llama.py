@@ -95,7 +95,11 @@ class Llama(llama_cpp.Llama):
         if self.paired is None:
             if device is not None:
                 self._devices = device_list([device] if isinstance(device, str) else device)
-            super().__init__(model_path, n_gpu_layers=n_gpu_layers or 0, n_threads=n_threads, **kwargs)
+            try:
+                super().__init__(model_path, n_gpu_layers=n_gpu_layers or 0, n_threads=n_threads, **kwargs)
+            except ValueError:
+                gguf_file.open_gguf(Path(model_path))  # says what is wrong with it, if we know
+                raise
             return
 
         if n_gpu_layers is None:
@@ -281,6 +285,7 @@ class Llama(llama_cpp.Llama):
             return
         if self._speculator.is_open:
             self.n_tokens -= len(self._speculator.settle())
+            self._speculator.trim(self.n_tokens)  # an interrupt may have come between decoding and counting
             # the rows of a tree are not those of a text: an exact prompt match must not sample from them
             self._requires_eval = True
         self._speculator.unmirror()

@@ -180,6 +180,10 @@ class Speculator:
         """Whether a step is waiting for samples; settle() ends it."""
         return self._step is not None
 
+    def trim(self, n_past: int) -> None:
+        """Removes all positions of sequence 0 from n_past on."""
+        self._cells.remove(0, n_past)
+
     def unmirror(self) -> None:
         """Leaves sequence 0 alone, as everyone else who uses the context expects it."""
         self._cells.unmirror()

@@ -1,0 +1,58 @@
+"""twobit exec -- PROGRAM …: llama.cpp's own tools with the plugin, nothing of theirs changed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import _native
+from .errors import TwobitError
+
+# how the tools say where layers go; with none of these the plugin's device is named for them
+_DEVICE_OPTIONS = ("-dev", "--device", "--list-devices", "-h", "--help", "--version")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replaces this process by the program; returns only if that fails."""
+    parser = argparse.ArgumentParser(
+        prog="twobit exec",
+        usage="twobit exec [--model FILE] [--mode full|draft] [--print] -- PROGRAM [ARGUMENT …]",
+        description="Runs llama-server, llama-cli, llama-bench, … of a llama.cpp built from the same version, with the plugin in "
+        "GGML_BACKEND_PATH. If the arguments name no device, -dev TWOBIT0 is added for programs called llama-*.",
+        epilog="example: twobit exec -- llama-server -m out.gguf --port 8080",
+    )
+    parser.add_argument("--model", metavar="FILE", type=Path,
+                        help="the paired file, for tools that do not map the model's file (--no-mmap); sets TWOBIT_MODEL")  # fmt: skip
+    parser.add_argument("--mode", choices=("full", "draft"), help="draft: run the 2-bit base alone; sets TWOBIT_MODE")
+    parser.add_argument("--print", action="store_true", help="print the environment and the command instead")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        parser.error("no program; write it behind --")
+
+    settings = {"GGML_BACKEND_PATH": str(_native.library_path())}
+    if args.model is not None:
+        if not args.model.is_file():
+            raise TwobitError(f"{args.model}: no such file")
+        settings["TWOBIT_MODEL"] = str(args.model.resolve())
+    if args.mode is not None:
+        settings["TWOBIT_MODE"] = args.mode
+    program = shutil.which(command[0])
+    if program is None:
+        raise TwobitError(f"{command[0]}: no such program")
+    if Path(program).name.startswith("llama-") and not any(argument.split("=")[0] in _DEVICE_OPTIONS for argument in command[1:]):
+        command = [*command, "-dev", "TWOBIT0"]
+    if args.print:
+        print(" ".join(f"{name}={value}" for name, value in settings.items()), " ".join(command))
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(program, command, {**os.environ, **settings})
+    except OSError as error:
+        raise TwobitError(f"{program}: {error.strerror}") from None
