@@ -430,3 +430,41 @@ def test_hugging_face_folder(tmp_path: Path, smollm2_hf: Path) -> None:
     assert relative_error(reconstructed(paired, "blk.0.ffn_down.weight"), original) < 0.012
     runs_in_stock_llama(paired.path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shards", "tied"),
+    [("Llama", "float32", "200KB", False), ("Llama", "bfloat16", "1GB", True), ("Qwen3Moe", "float16", "300KB", True)],
+)
+def test_hugging_face_kinds(kind: str, dtype: str, shards: str, tied: bool, smollm2_hf: Path, tmp_path: Path) -> None:
+    """Random models with SmolLM2's tokenizer: sharded and single, tied and not, all three precisions, experts."""
+    import torch
+    import transformers
+
+    from twobit_gguf.hf import open_checkpoint
+
+    sizes = dict(
+        vocab_size=49152, hidden_size=128, intermediate_size=192, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        tie_word_embeddings=tied, head_dim=64, max_position_embeddings=256,
+    )  # fmt: skip
+    if kind == "Qwen3Moe":
+        sizes |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(getattr(torch, dtype))
+    folder = tmp_path / "folder"
+    model.save_pretrained(folder, max_shard_size=shards)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((smollm2_hf / name).read_bytes())
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (shards != "1GB")
+    assert open_checkpoint(folder).outtype == {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[dtype]
+
+    paired = run(folder, tmp_path / "out.gguf")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "out.gguf"]
+    assert next(p for p in paired.pairs if p.name == "output.weight").rows == 49152
+    layer = model.model.layers[0]
+    original = layer.self_attn.o_proj.weight
+    assert relative_error(reconstructed(paired, "blk.0.attn_output.weight"), original.detach().float().numpy()) < 0.012
+    if kind == "Qwen3Moe":
+        assert next(p for p in paired.pairs if p.name == "blk.0.ffn_down_exps.weight").matrices == 4
+    runs_in_stock_llama(paired.path)
