@@ -10,6 +10,7 @@
 struct tb_compute {
     ggml_backend_t inner = nullptr; // computes everything but the residual
     ggml_backend_t cpu   = nullptr; // computes the residual where inner is not the CPU
+    bool           ran   = false;   // a graph of its context has been computed
 
     tb_nodes                   nodes;
     std::vector<ggml_tensor *> order; // the graph's nodes with ours between them

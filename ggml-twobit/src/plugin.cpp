@@ -152,6 +152,10 @@ static void call_inner(ggml_backend_t inner, const char * name, A... args) {
 
 static void tb_backend_set_n_threads(ggml_backend_t backend, int n_threads) {
     tb_compute & c = compute_of(backend);
+    if (device_of(backend->device)->accel && !c.ran) { // llama.cpp calls this before every graph, for every backend of the context
+        c.ran = true;
+        tb_sources_loading_done();
+    }
     call_inner<ggml_backend_set_n_threads_t>(c.inner, "ggml_backend_set_n_threads", n_threads);
     call_inner<ggml_backend_set_n_threads_t>(c.cpu,   "ggml_backend_set_n_threads", n_threads);
 }
@@ -211,7 +215,7 @@ static ggml_backend_t tb_device_init_backend(ggml_backend_dev_t dev, const char 
         return nullptr;
     }
     if (device_of(dev)->accel) {
-        tb_sources_loading_done(); // every context starts this backend, after its model has been loaded
+        tb_sources_context_made(); // every context starts this backend, after its model has been loaded
     }
     return new ggml_backend {
         /* .guid    = */ tb_backend_guid(),

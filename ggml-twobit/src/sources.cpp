@@ -28,6 +28,7 @@ struct source {
     std::string                 model_path;
     std::shared_ptr<tb_section> section;
     bool                        attached = false; // by twobit_attach or TWOBIT_MODEL: stays until detached
+    bool                        used     = false; // a context has been made since
     bool                        warned   = false;
 };
 
@@ -149,6 +150,15 @@ static int attach_locked(const char * model_path, const char * residual_path, in
     return 0;
 }
 
+static void warn_unused_locked(source & s) {
+    const size_t n_paired = tb_pairs_of_section(s.section.get());
+    if (!s.warned && n_paired < s.section->residuals.size()) {
+        TB_LOG_WARN("%s: %zu of %zu residuals are not in use, those layers run as 2-bit: load it on device TWOBIT0 (-dev TWOBIT0)\n",
+                    s.model_path.c_str(), s.section->residuals.size() - n_paired, s.section->residuals.size());
+        s.warned = true;
+    }
+}
+
 int tb_sources_attach(const char * model_path, const char * residual_path, int flags) {
     std::lock_guard<std::mutex> lock(g_mutex);
     return attach_locked(model_path, residual_path, flags);
@@ -158,6 +168,9 @@ int tb_sources_detach(const char * model_path) {
     std::lock_guard<std::mutex> lock(g_mutex);
     for (size_t i = 0; i < g_sources.size(); i++) {
         if (g_sources[i].attached && g_sources[i].model_path == model_path) {
+            if (g_sources[i].used) {
+                warn_unused_locked(g_sources[i]);
+            }
             g_seen.erase(g_sources[i].id);
             g_sources.erase(g_sources.begin() + (ptrdiff_t) i);
             return 0;
@@ -254,15 +267,17 @@ const tb_residual * tb_sources_find_exact(const ggml_tensor * base, uint64_t bas
     return find(base, section, [=](const tb_residual & r) { return r.base_xxh64 == base_xxh64; });
 }
 
+void tb_sources_context_made(void) {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    for (source & s : g_sources) {
+        s.used = true;
+    }
+}
+
 void tb_sources_loading_done(void) {
     std::lock_guard<std::mutex> lock(g_mutex);
     for (source & s : g_sources) {
-        const size_t n_paired = tb_pairs_of_section(s.section.get());
-        if (!s.warned && n_paired < s.section->residuals.size()) {
-            TB_LOG_WARN("%s: %zu of %zu residuals are not in use, those layers run as 2-bit: load it on device TWOBIT0 (-dev TWOBIT0)\n",
-                        s.model_path.c_str(), s.section->residuals.size() - n_paired, s.section->residuals.size());
-            s.warned = true;
-        }
+        warn_unused_locked(s);
     }
     for (size_t i = g_sources.size(); i-- > 0;) {
         if (!g_sources[i].attached) {

@@ -20,6 +20,10 @@ const tb_residual * tb_sources_find_exact(const struct ggml_tensor * base, uint6
 int tb_sources_attach(const char * model_path, const char * residual_path, int flags); // 0, or -1 with tb_set_error
 int tb_sources_detach(const char * model_path);
 
-// A context has been made, so loading is over: warns of models that have residuals which no device of ours holds, and lets go of sections that
-// belong to files no longer open.
+// A context has been made: detaching from now on means that the load went well.
+void tb_sources_context_made(void);
+
+// The first graph is about to be computed, so loading is over: warns of models that have residuals which no device of ours holds, and lets go of
+// sections that belong to files no longer open. Not when a context is made: llama-server first loads every model without its weights, to see
+// what fits.
 void tb_sources_loading_done(void);
