@@ -200,13 +200,11 @@ def _read_trailer(file: BinaryIO, path: Path, size: int) -> Trailer:
         raise MissingResidual(f"{path}: {lost}")
     file.seek(size - TRAILER_SIZE)
     data = file.read(TRAILER_SIZE)
-    magic, version, header_size, section_size, main_size, header_xxh64, id_, reserved = _TRAILER.unpack_from(data)
+    magic, version, header_size, section_size, main_size, header_xxh64, id_, _ = _TRAILER.unpack_from(data)
     if magic != MAGIC or struct.unpack_from("<Q", data, _TRAILER.size)[0] != xxhash.xxh64_intdigest(data[: _TRAILER.size]):
         raise MissingResidual(f"{path}: {lost}")
     if version != VERSION:
         raise TwobitError(f"{path}: residual of version {version}, this program knows version {VERSION}; update twobit-gguf")
-    if reserved != 0:
-        raise TwobitError(f"{path}: the trailer has bytes that this version does not know; update twobit-gguf")
     return Trailer(header_size, section_size, main_size, header_xxh64, id_)
 
 
