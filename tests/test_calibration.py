@@ -1,0 +1,454 @@
+"""Calibration: XᵀX through llama.cpp, its factors, rounding with error feedback, and twobit-convert --calibration."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import conftest
+import numpy as np
+import pytest
+
+from twobit_gguf import format, gguf_file, gguf_types
+from twobit_gguf._native import NativeError, check, ffi, lib
+from twobit_gguf.calibration import calibrate, collect, evaluate
+from twobit_gguf.calibration.divergence import Divergence, log_softmax
+from twobit_gguf.calibration.expand import write_f16
+from twobit_gguf.calibration.factorise import Factors, damping_for, factorise
+from twobit_gguf.calibration.model import Runner
+from twobit_gguf.calibration.store import Calibration
+from twobit_gguf.errors import TwobitError
+
+BASES = {"q2_0": gguf_types.Q2_0, "q2_k": gguf_types.Q2_K, "iq2_xs": gguf_types.IQ2_XS}
+ROWS, COLUMNS = 70, 512  # more than one chunk of 64 rows, the last super-tile with 6
+
+
+def floats(array: np.ndarray) -> object:
+    assert array.dtype == np.float32 and array.flags.c_contiguous
+    return ffi.from_buffer("float[]", array)
+
+
+def correlated(columns: int, seed: int = 0) -> np.ndarray:
+    """XᵀX as language models have it: a few strong directions, columns of very different size."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((2 * columns, columns)) * np.exp(-np.arange(columns) / (columns / 5))
+    x = x @ np.linalg.qr(rng.standard_normal((columns, columns)))[0] + 0.05 * rng.standard_normal((2 * columns, columns))
+    x *= np.exp(0.7 * rng.standard_normal(columns))
+    return (x.T @ x / len(x)).astype(np.float32)
+
+
+def weights(rows: int = ROWS, columns: int = COLUMNS, seed: int = 1) -> np.ndarray:
+    return (0.02 * np.random.default_rng(seed).standard_t(5, (rows, columns))).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def h() -> np.ndarray:
+    return correlated(COLUMNS)
+
+
+@pytest.fixture(scope="module")
+def factors(h: np.ndarray) -> Factors:
+    result = factorise(h.copy(), 0.01)
+    assert result is not None and result.notes == []
+    return result
+
+
+def base_with_feedback(kind: int, w: np.ndarray, factors: Factors) -> np.ndarray:
+    rows, columns = w.shape
+    out = np.zeros(gguf_types.nbytes(kind, w.size), np.uint8)
+    check(lib().twobit_base_quantize_feedback(kind, floats(w), rows, columns, floats(factors.u), floats(factors.d), ffi.from_buffer(out)))
+    return out
+
+
+def plain_base(kind: int, w: np.ndarray, importance: np.ndarray) -> np.ndarray:
+    rows, columns = w.shape
+    out = np.zeros(gguf_types.nbytes(kind, w.size), np.uint8)
+    check(lib().twobit_base_quantize(kind, floats(w), rows, columns, floats(importance), ffi.from_buffer(out)))
+    return out
+
+
+def dequantize(kind: int, data: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    out = np.empty((rows, columns), np.float32)
+    check(lib().twobit_base_dequantize(kind, ffi.from_buffer(data), rows, columns, floats(out)))
+    return out
+
+
+def residual_of(bits: int, w: np.ndarray, kind: int, base: np.ndarray, factors: Factors | None) -> tuple[np.ndarray, np.ndarray]:
+    """The packed residual, with feedback or without, and its values."""
+    rows, columns = w.shape
+    factor = lib().twobit_residual_factor(bits, lib().twobit_residual_max_abs(floats(w), kind, ffi.from_buffer(base), rows, columns))
+    packed = np.zeros(format.residual_nbytes(bits, rows, columns, 1), np.uint8)
+    arguments = (bits, factor, floats(w), kind, ffi.from_buffer(base), rows, columns)
+    if factors is None:
+        check(lib().twobit_residual_encode(*arguments, ffi.NULL, ffi.from_buffer(packed)))
+    else:
+        check(lib().twobit_residual_encode_feedback(*arguments, floats(factors.u), floats(factors.d), ffi.from_buffer(packed)))
+    values = np.empty((rows, columns), np.float32)
+    check(lib().twobit_residual_decode(bits, factor, ffi.from_buffer(packed), rows, columns, floats(values)))
+    return packed, values
+
+
+def output_error(error: np.ndarray, h: np.ndarray) -> float:
+    """tr E H Eᵀ"""
+    return float(np.einsum("ij,ij->", error.astype(np.float64) @ h, error))
+
+
+# ---- factors --------------------------------------------------------------------------------------------------------
+
+
+def test_factors_multiply_to_the_damped_matrix(h: np.ndarray, factors: Factors) -> None:
+    diagonal = np.diagonal(h)
+    damped = h + np.diag(0.01 * (diagonal + np.median(diagonal)))
+    product = (factors.u.astype(np.float64) * factors.d) @ factors.u.T.astype(np.float64)
+    assert np.array_equal(np.triu(factors.u), factors.u) and np.allclose(np.diagonal(factors.u), 1)
+    assert np.abs(product - damped).max() < 1e-4 * np.abs(damped).max()
+
+
+def test_dead_and_broken_columns_give_usable_factors(h: np.ndarray) -> None:
+    damaged = h.copy()
+    damaged[5], damaged[:, 5] = 0, 0
+    damaged[9, :], damaged[:, 9] = np.nan, np.nan
+    result = factorise(damaged, 0.01)
+    assert result is not None and np.isfinite(result.u).all() and (result.d > 0).all()
+    assert any("NaN" in note for note in result.notes) and any("dead" in note for note in result.notes)
+
+
+def test_a_matrix_that_says_nothing_has_no_factors() -> None:
+    assert factorise(np.zeros((64, 64), np.float32), 0.01) is None
+    assert factorise(np.full((64, 64), np.nan, np.float32), 0.01) is None
+
+
+def test_a_matrix_of_little_text_is_damped_until_it_can_be_used() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    result = factorise(x.T @ x, 1e-9)
+    assert result is not None and np.isfinite(result.u).all() and (result.d > 0).all()
+
+
+def test_damping_follows_the_amount_of_text() -> None:
+    assert damping_for("blk.0.attn_q.weight", 1536, 200_000) == 0.01
+    assert damping_for("blk.0.attn_q.weight", 1536, 5_000) > 0.1
+    assert damping_for("blk.0.ffn_down.weight", 8960, 1_000_000) == 0.15
+
+
+# ---- rounding -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_feedback_halves_a_base_s_output_error(name: str, h: np.ndarray, factors: Factors) -> None:
+    w, kind = weights(), BASES[name]
+    plain = dequantize(kind, plain_base(kind, w, np.diagonal(h).copy()), ROWS, COLUMNS)
+    fed = dequantize(kind, base_with_feedback(kind, w, factors), ROWS, COLUMNS)
+    assert output_error(w - fed, h) < 0.5 * output_error(w - plain, h)
+
+
+@pytest.mark.parametrize("bits", format.BITS)
+def test_feedback_lowers_a_residual_s_output_error(bits: int, h: np.ndarray, factors: Factors) -> None:
+    w = weights()
+    base = base_with_feedback(gguf_types.Q2_K, w, factors)
+    left = w - dequantize(gguf_types.Q2_K, base, ROWS, COLUMNS)
+    _, plain = residual_of(bits, w, gguf_types.Q2_K, base, None)
+    _, fed = residual_of(bits, w, gguf_types.Q2_K, base, factors)
+    assert output_error(left - fed, h) < 0.65 * output_error(left - plain, h)
+
+
+def test_every_weight_is_rounded_to_the_level_nearest_its_target(factors: Factors) -> None:
+    """Q2_0's bytes against the definition: t_k = w_k + Σ_{j<k} (w_j − b_j) U_jk."""
+    w = weights()
+    blocks = base_with_feedback(gguf_types.Q2_0, w, factors).reshape(ROWS, COLUMNS // 64, 18)
+    scale = np.repeat(blocks[:, :, :2].copy().view(np.float16).astype(np.float64)[:, :, 0], 64, axis=1)
+    b = dequantize(gguf_types.Q2_0, blocks.reshape(-1), ROWS, COLUMNS).astype(np.float64)
+    target = w + (w - b) @ (factors.u.astype(np.float64) - np.eye(COLUMNS))
+    wanted = np.clip(np.rint(target / scale), -1, 2)
+    # ties may go either way: f32 against f64
+    off = np.abs(np.abs(target / scale - np.rint(target / scale)) - 0.5) > 1e-3
+    assert np.array_equal(np.rint(b / scale)[off], wanted[off])
+    assert off.mean() > 0.99
+
+
+def test_residuals_are_rounded_to_the_level_nearest_their_target(factors: Factors) -> None:
+    """R4 in the same way: levels of a group lie one scale apart."""
+    w = weights()
+    base = base_with_feedback(gguf_types.Q2_K, w, factors)
+    left = (w - dequantize(gguf_types.Q2_K, base, ROWS, COLUMNS)).astype(np.float64)
+    _, fed = residual_of(4, w, gguf_types.Q2_K, base, factors)
+    target = left + (left - fed) @ (factors.u.astype(np.float64) - np.eye(COLUMNS))
+    for r in range(ROWS):
+        for k in range(0, COLUMNS, 64):
+            levels = np.unique(fed[r, k : k + 64].astype(np.float64))
+            step = np.diff(levels).min()
+            miss = np.abs(target[r, k : k + 64] - fed[r, k : k + 64])
+            inside = (target[r, k : k + 64] > levels[0]) & (target[r, k : k + 64] < levels[-1])
+            assert (miss[inside] <= 0.501 * step).all()
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_bytes_do_not_depend_on_the_pieces(name: str, factors: Factors) -> None:
+    w, kind = weights(), BASES[name]
+    whole = base_with_feedback(kind, w, factors)
+    assert np.array_equal(whole, base_with_feedback(kind, w, factors))
+    pieces = [base_with_feedback(kind, np.ascontiguousarray(w[r : r + 32]), factors) for r in range(0, ROWS, 32)]
+    assert np.array_equal(whole, np.concatenate(pieces))
+    packed, _ = residual_of(6, w, kind, whole, factors)
+    assert np.array_equal(packed, residual_of(6, w, kind, whole, factors)[0])
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_zero_rows_stay_zero_and_large_weights_stay_finite(name: str, factors: Factors) -> None:
+    w, kind = weights(4), BASES[name]
+    w[1] = 0
+    w[2] *= 1e4
+    w[3, 7] = 1e4
+    base = base_with_feedback(kind, w, factors)
+    values = dequantize(kind, base, 4, COLUMNS)
+    assert (values[1] == 0).all() and np.isfinite(values).all()
+    _, residual = residual_of(6, w, kind, base, factors)
+    assert (residual[1] == 0).all() and np.isfinite(residual).all()
+
+
+def test_bad_arguments_are_refused(factors: Factors) -> None:
+    w = weights(4)
+    with pytest.raises(NativeError, match="no method"):
+        base_with_feedback(gguf_types.Q8_0, w, factors)
+    w[0, 0] = np.nan
+    with pytest.raises(NativeError, match="NaN"):
+        base_with_feedback(gguf_types.Q2_0, w, factors)
+    bad = Factors(factors.u, factors.d.copy())
+    bad.d[3] = 0
+    with pytest.raises(NativeError, match=r"d\[3\]"):
+        base_with_feedback(gguf_types.Q2_0, weights(4), bad)
+    with pytest.raises(NativeError, match="multiple of 256"):
+        base_with_feedback(gguf_types.Q2_K, weights(4, 320), Factors(np.eye(320, dtype=np.float32), np.ones(320, np.float32)))
+
+
+# ---- collecting -----------------------------------------------------------------------------------------------------
+
+TEXT = "The quick brown fox jumps over the lazy dog; def f(x): return x + 1\n" * 60
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def run_calibrate(model: Path, out: Path, text: Path, *options: str) -> Calibration:
+    assert calibrate.main([str(model), "-o", str(out), "--text", str(text), "--tokens", "2048", "--threads", "2", *options]) == 0
+    return Calibration(out)
+
+
+@pytest.mark.parametrize("name", ["llama", "moe"])
+def test_what_is_shared_and_what_it_holds(name: str, tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
+    calibration = run_calibrate(tiny_gguf(name), tmp_path / "c", text_file)
+    shared = calibration.info.weights
+    assert shared["blk.0.attn_q.weight"] == shared["blk.0.attn_k.weight"] == shared["blk.0.attn_v.weight"]
+    assert shared["blk.0.attn_output.weight"] != shared["blk.0.attn_q.weight"]
+    assert "output.weight" in shared
+    if name == "moe":  # experts share their layer input's matrix, and the router's
+        assert shared["blk.1.ffn_gate_exps.weight"] == shared["blk.1.ffn_up_exps.weight"] == shared["blk.1.ffn_gate_inp.weight"]
+        assert calibration.info.rows[shared["blk.1.ffn_down_exps.weight"]] == 2 * calibration.info.tokens
+    else:
+        assert shared["blk.1.ffn_gate.weight"] == shared["blk.1.ffn_up.weight"]
+        assert set(calibration.info.rows.values()) == {calibration.info.tokens}
+    # RMS norm: the mean square of the normalised input, divided by the norm's weights, is 1
+    main = gguf_file.open_gguf(tiny_gguf(name))
+    norm = main.by_name["blk.0.attn_norm.weight"]
+    gain = np.fromfile(main.path, np.float32, norm.columns, offset=norm.offset)
+    diagonal = calibration.diagonal("blk.0.attn_q.weight")
+    assert np.isclose((diagonal / gain**2).mean(), 1, rtol=1e-3)
+    for source in calibration.info.columns:
+        matrix = calibration.matrix(source)
+        assert np.array_equal(matrix, matrix.T) and np.array_equal(np.diagonal(matrix), calibration.diagonal(source))
+
+
+def test_safetensors_layout(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
+    """The file as the safetensors specification has it: header, no holes, in order."""
+    calibration = run_calibrate(tiny_gguf("llama"), tmp_path / "c", text_file)
+    data = (tmp_path / "c").read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    metadata = header.pop("__metadata__")
+    assert all(isinstance(value, str) for value in metadata.values())
+    spans = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+    assert spans[0][0] == 0 and spans[-1][1] == len(data) - 8 - length
+    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    first = next(iter(calibration.info.columns))
+    start = 8 + length + header[first]["data_offsets"][0]
+    k = calibration.info.columns[first]
+    assert np.array_equal(np.frombuffer(data, "<f4", k * k, start).reshape(k, k), calibration.matrix(first))
+
+
+def test_windows_and_interruptions_do_not_change_the_bytes(
+    tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_gguf("llama")
+    run_calibrate(model, tmp_path / "one", text_file)
+    run_calibrate(model, tmp_path / "windows", text_file, "--ram", "600K")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "windows").read_bytes()
+
+    # saved after every batch, interrupted in the third window
+    monkeypatch.setattr(collect, "_CHECKPOINT", 0.0)
+    monkeypatch.setattr("twobit_gguf.calibration.calibrate.SEQUENCES", 1)
+    run_calibrate(model, tmp_path / "single", text_file)
+    calls, run = 0, Runner.run
+
+    def interrupted(self: Runner, *args: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12:  # the probe, two windows of four batches, two batches of the next
+            raise KeyboardInterrupt
+        run(self, *args)  # type: ignore[arg-type]
+
+    command = [str(model), "-o", str(tmp_path / "resumed"), "--text", str(text_file), "--tokens", "2048", "--threads", "2", "--ram", "600K"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "run", interrupted)
+        assert calibrate.main(command) == 130
+    assert not (tmp_path / "resumed").exists()
+    calls = 0
+    counting = Runner.run
+
+    def counted(self: Runner, *args: object) -> None:
+        nonlocal calls
+        calls += 1
+        counting(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Runner, "run", counted)
+    assert calibrate.main(command) == 0
+    n_windows = len(collect.windows(Calibration(tmp_path / "single").info.columns, 600 << 10))
+    done = 10  # of which the last may have come too soon after a save to be saved itself
+    assert calls - 1 in (4 * n_windows - done, 4 * n_windows - done + 1)
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "single").read_bytes()
+    assert [p.name for p in tmp_path.iterdir() if ".part" in p.name] == []
+
+
+def test_activations_with_nan_are_left_out(
+    tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One row of the embedding is NaN: every text that has this token loses it (and what attends to it)."""
+    model = tmp_path / "nan.gguf"
+    data = bytearray(tiny_gguf("llama").read_bytes())
+    main = gguf_file.open_gguf(tiny_gguf("llama"))
+    embedding = main.by_name["token_embd.weight"]
+    row_nbytes = gguf_types.nbytes(embedding.type, embedding.columns)
+    with Runner(tiny_gguf("llama"), 1, 64, 1) as runner:
+        token = int(runner.tokenize(TEXT)[1000])
+    at = embedding.offset + token * row_nbytes
+    data[at : at + row_nbytes] = np.full(embedding.columns, np.nan, np.float16).tobytes()
+    model.write_bytes(data)
+    calibration = run_calibrate(model, tmp_path / "c", text_file)
+    warnings = capsys.readouterr().err
+    assert calibration.info.dropped and re.search(r"warning: blk\.0\.attn_\w+\.weight: \d+ rows of activations with NaN", warnings)
+    assert all(np.isfinite(calibration.matrix(source)).all() for source in calibration.info.columns)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "gguf", "version"])
+def test_damaged_files_are_refused(damage: str, tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    run_calibrate(tiny_gguf("llama"), path, text_file)
+    data = path.read_bytes()
+    path.write_bytes({
+        "empty": b"",
+        "cut": data[: len(data) // 2],
+        "garbage": bytes(range(256)) * 64,
+        "gguf": tiny_gguf("llama").read_bytes(),
+        "version": data.replace(b'"twobit.calibration":"1"', b'"twobit.calibration":"7"'),
+    }[damage])  # fmt: skip
+    with pytest.raises(TwobitError, match=re.escape(str(path))):
+        Calibration(path)
+
+
+def test_refusals(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = str(tiny_gguf("llama")), str(tmp_path / "c")
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    assert calibrate.main([model, "-o", out, "--text", str(short)]) == 2
+    assert calibrate.main([model, "-o", out, "--text", str(tmp_path / "missing")]) == 2
+    assert calibrate.main([str(short), "-o", out, "--text", str(text_file)]) == 2
+    assert calibrate.main([model, "-o", model, "--text", str(text_file)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("twobit calibrate:")]
+    assert len(lines) == 4 and not (tmp_path / "c").exists()
+
+
+# ---- converting and evaluating --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-320", "moe-192"])
+def test_convert_with_calibration(name: str, tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
+    source, calib = tiny_gguf(name), tmp_path / "c"
+    calibration = run_calibrate(source, calib, text_file)
+    plain = conftest.convert(source, tmp_path / "plain.gguf")
+    fed = conftest.convert(source, tmp_path / "fed.gguf", "--calibration", str(calib))
+    again = conftest.convert(source, tmp_path / "again.gguf", "--calibration", str(calib), "--threads", "1")
+    assert fed.read_bytes() == again.read_bytes()
+
+    errors = {}
+    for path in (plain, fed):
+        paired = format.open_paired(path)
+        format.verify(paired)
+        for which in (True, False):
+            write_f16(path, tmp_path / "expanded.gguf", residual=which)
+            errors[path, which] = _model_error(source, tmp_path / "expanded.gguf", paired, calibration)
+    assert errors[fed, True] < errors[plain, True]
+    assert errors[fed, False] < errors[plain, False]
+
+
+def _model_error(source: Path, expanded: Path, paired: format.PairedFile, calibration: Calibration) -> float:
+    """Σ tr E H Eᵀ over a model's pairs; both files hold f16."""
+    total = 0.0
+    files = {path: gguf_file.open_gguf(path) for path in (source, expanded)}
+    for pair in paired.pairs:
+        known = calibration.input_of(pair.name)
+        assert known is not None
+        values = []
+        for path, main in files.items():
+            tensor = main.by_name[pair.name]
+            data = np.fromfile(path, np.float16, tensor.n_weights, offset=tensor.offset)
+            values.append(data.reshape(-1, tensor.columns).astype(np.float32))
+        total += output_error(values[0] - values[1], calibration.matrix(known))
+    return total
+
+
+def test_a_calibration_of_another_model_is_refused(
+    tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from twobit_gguf.convert import main
+
+    run_calibrate(tiny_gguf("llama-320"), tmp_path / "c", text_file)
+    assert main([str(tiny_gguf("llama")), str(tmp_path / "out.gguf"), "--calibration", str(tmp_path / "c"), "-q"]) == 2
+    assert "calibrate the model you convert" in capsys.readouterr().err
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_divergence() -> None:
+    rng = np.random.default_rng(0)
+    p = log_softmax(rng.standard_normal((50, 11)).astype(np.float32))
+    following = rng.integers(0, 11, 50)
+    same = Divergence()
+    same.add(p, p.copy(), following)
+    summary = same.summary()
+    assert abs(summary["kld"]["mean"]) < 1e-6 and summary["same_top"]["mean"] == 1  # type: ignore[index]
+    other = Divergence()
+    uniform = np.zeros_like(p)
+    other.add(p, uniform, following)
+    entropy = -(np.exp(p) * p).sum(axis=1).mean()
+    assert np.isclose(other.summary()["kld"]["mean"], np.log(11) - entropy, rtol=1e-4)  # type: ignore[index]
+    assert np.isclose(other.summary()["perplexity"]["mean"], 11, rtol=1e-4)  # type: ignore[index]
+
+
+def test_eval(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny_gguf("qwen2")
+    paired = conftest.convert(source, tmp_path / "paired.gguf")
+    capsys.readouterr()
+    command = [str(paired), "--reference", str(source), "--text", str(text_file), "--sequences", "2", "--threads", "2", "--json"]
+    assert evaluate.main([*command, "--beside", "q8_0", "--acceptance", "chain8", "--prompts", "2", "--acceptance-tokens", "12"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = result["rows"]
+    kld = {name: row["kld"]["mean"] for name, row in rows.items()}
+    assert rows["verify"]["tokens"] == 2 * 255
+    assert kld["reference"] < 1e-6 < kld["verify weights"] < kld["draft"] and kld["verify"] < kld["draft"] and kld["q8_0"] < kld["draft"]
+    assert 6 < rows["verify"]["ram_bits"] < 6.5 and rows["q8_0"]["ram_bits"] == 8.5
+    assert 1 <= result["acceptance"]["chain8 t=0"]["mean"] <= 9
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".twobit-eval")] == []
