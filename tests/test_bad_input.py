@@ -96,13 +96,25 @@ def test_cut_anywhere(paired: Path) -> None:
     one_line(refused_outside("inspect", paired), paired)
 
 
-def test_tail_dropped_by_another_tool(paired: Path) -> None:
-    """What gguf-py's own tools leave of the file: header and tensors written anew."""
-    main_size = format.open_paired(paired).trailer.main_size
-    paired.write_bytes(paired.read_bytes()[:main_size])
+def gguf_tool(name: str, *args: object) -> None:
+    subprocess.run([sys.executable, "-m", f"gguf.scripts.{name}", "--force", *map(str, args)], check=True, capture_output=True)
+
+
+def test_tail_dropped_by_another_tool(paired_tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """gguf-py's gguf-new-metadata writes header and tensors anew, and nothing else."""
+    rewritten = tmp_path / "renamed.gguf"
+    gguf_tool("gguf_new_metadata", "--general-name", "renamed", paired_tiny("llama"), rewritten)
     with pytest.raises(MissingResidual, match="the residual is missing.*twobit-convert"):
-        format.open_paired(paired)
-    assert "lost its residual" in plugin_refuses(paired)
+        format.open_paired(rewritten)
+    one_line(refused(inspect.main, rewritten), rewritten)
+    assert "lost its residual" in plugin_refuses(rewritten)
+
+
+def test_edit_in_place_does_no_harm(paired_tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """gguf-set-metadata overwrites a number in the header of the main part: bases and residuals are as they were."""
+    edited = shutil.copy(paired_tiny("llama"), tmp_path / "edited.gguf")
+    gguf_tool("gguf_set_metadata", edited, "llama.context_length", 1024)
+    format.verify(format.open_paired(edited))
 
 
 def test_header_grown(paired: Path) -> None:
@@ -261,6 +273,13 @@ def test_not_a_gguf(tmp_path: Path, content: bytes) -> None:
     one_line(refused(inspect.main, path), path)
     one_line(refused(convert.main, path, tmp_path / "out.gguf"), path)
     assert [p.name for p in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_fifo(tmp_path: Path) -> None:
+    """Does not wait for somebody to write into it."""
+    os.mkfifo(tmp_path / "x.gguf")
+    one_line(refused_outside("inspect", tmp_path / "x.gguf"), tmp_path / "x.gguf")
+    one_line(refused(inspect.main, tmp_path), tmp_path)
 
 
 def test_inspect_of_what_is_no_pair(tiny_gguf: Callable[[str], Path], tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def _keys(job: Job, source: Source, steps: Iterable[Step]) -> dict[str, Value]:
     """The source's keys as they are, but for those that describe the quantisation."""
     kv = {key: value for key, value in source.kv.items() if not key.startswith(("twobit.", "quantize.imatrix."))}
     types = Counter(step.spec.type for step in steps if step.action is Action.PAIR)
-    kv["general.file_type"] = gguf_file.scalar(gguf_file.U32, _FILE_TYPES[types.most_common(1)[0][0]])
+    kv["general.file_type"] = gguf_file.scalar(gguf_file.U32, _FILE_TYPES.get(types.most_common(1)[0][0], _FILE_TYPES[gguf_types.Q2_K]))
     kv["general.quantization_version"] = gguf_file.scalar(gguf_file.U32, _QUANTIZATION_VERSION)
     if job.imatrix is not None:
         kv["quantize.imatrix.file"] = gguf_file.string(job.imatrix.name)

@@ -283,6 +283,8 @@ def open_gguf(path: Path) -> GGUFFile:
         TwobitError: as read_gguf; or the file cannot be read.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise TwobitError(f"{path}: a folder or a device, not a GGUF file; name the file")
         with open(path, "rb") as file:
             return read_gguf(file, path, 0, file.seek(0, io.SEEK_END))
     except OSError as error:

@@ -105,6 +105,10 @@ def to_gguf(checkpoint: Checkpoint, beside: Path, quiet: bool) -> Path:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        if process.returncode < 0:
+            raise TwobitError(
+                f"{checkpoint.path}: llama.cpp's converter was killed by signal {-process.returncode}; free memory and try again"
+            )
         if process.returncode != 0 or not out.is_file():
             log.seek(0)
             reason = _reason(log.read().decode("utf-8", "replace"))
