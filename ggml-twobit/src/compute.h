@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ggml-backend-impl.h"
+#include "kernels/kernels.h"
 #include "residual-op.h"
 
 // What one of our backends (ggml_backend_t) keeps between graphs.
@@ -11,6 +12,7 @@ struct tb_compute {
     ggml_backend_t inner = nullptr; // computes everything but the residual
     ggml_backend_t cpu   = nullptr; // computes the residual where inner is not the CPU
     bool           ran   = false;   // a graph of its context has been computed
+    bool           reference = false; // inner, the CPU, uses its reference paths
 
     tb_nodes                   nodes;
     std::vector<ggml_tensor *> order; // the graph's nodes with ours between them
