@@ -30,11 +30,31 @@ def weights(tensor: TensorSpec) -> np.ndarray:
     """(matrices, rows, columns) f32, small as real weights are: a multiplicative hash of the index, and a few outliers."""
     count = int(np.prod(tensor.shape))
     seed = sum(tensor.name.encode())
-    hashed = (np.arange(seed, seed + count, dtype=np.uint64) * np.uint64(2654435761)) % np.uint64(1 << 32)
-    w = (hashed.astype(np.int64) - (1 << 31)).astype(np.float32) * np.float32(2.0**-36)
-    w[:: 97] *= 4
+    w = (_hashed(seed, count).astype(np.int64) - (1 << 31)).astype(np.float32) * np.float32(2.0**-36)
+    w[::97] *= 4
     shape = (*tensor.shape[::-1],) if len(tensor.shape) == 3 else (1, *tensor.shape[::-1])
     return w.reshape(shape)
+
+
+def base(tensor: TensorSpec, w: np.ndarray) -> np.ndarray:
+    """The base of a matrix (rows, columns), (bytes,) u8, the same on every CPU.
+
+    ggml's Q2_K quantiser is compiled for the machine and may round otherwise elsewhere, so that base is made up: any scales and
+    codes, and super-scales that are powers of two, with which dequantising is exact.
+    """
+    if tensor.type != gguf_types.Q2_K:
+        return convert_quantize.quantize(tensor.type, w)
+    block = np.dtype([("scales", "u1", 16), ("codes", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
+    blocks = np.zeros(w.size // 256, block)
+    noise = (_hashed(7, blocks.size * 80) >> np.uint64(20)).astype(np.uint8).reshape(-1, 80)
+    blocks["scales"], blocks["codes"] = noise[:, :16], noise[:, 16:]
+    blocks["d"], blocks["dmin"] = 2.0**-11, 2.0**-11
+    return blocks.view(np.uint8)
+
+
+def _hashed(first: int, count: int) -> np.ndarray:
+    """(count,) numbers of 32 bits."""
+    return (np.arange(first, first + count, dtype=np.uint64) * np.uint64(2654435761)) % np.uint64(1 << 32)
 
 
 def write(path: Path) -> None:
@@ -49,13 +69,13 @@ def write(path: Path) -> None:
             if tensor.bits is None or residual_sink is None:
                 base_sink.write(np.ascontiguousarray(w).data)
                 continue
-            bases = [convert_quantize.quantize(tensor.type, matrix) for matrix in w]
-            largest = max(convert_quantize.max_abs(m, tensor.type, base) for m, base in zip(w, bases, strict=True))
+            bases = [base(tensor, matrix) for matrix in w]
+            largest = max(convert_quantize.max_abs(m, tensor.type, b) for m, b in zip(w, bases, strict=True))
             factor = convert_quantize.factor(tensor.bits, largest)
             writer.set_factor(tensor, factor)
-            for matrix, base in zip(w, bases, strict=True):
-                base_sink.write(base.data)
-                residual_sink.write(convert_quantize.encode(tensor.bits, factor, matrix, tensor.type, base).data)
+            for matrix, b in zip(w, bases, strict=True):
+                base_sink.write(b.data)
+                residual_sink.write(convert_quantize.encode(tensor.bits, factor, matrix, tensor.type, b).data)
         writer.finish()
 
 

@@ -275,6 +275,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("twobit-convert: interrupted, nothing was written", file=sys.stderr)
         return 130
+    residual = result["residual_file"]
+    if residual and Path(residual).resolve().parent != args.out.resolve().parent:
+        print(
+            f"twobit-convert: {residual} is not beside {args.out}: programs look for it there, so move it or name it to them",
+            file=sys.stderr,
+        )
     table = result.pop("table")
     if args.json:
         print(json.dumps(result, indent=2))
