@@ -120,7 +120,7 @@ TWOBIT_API int64_t twobit_base_nbytes(int type, int64_t rows, int64_t cols); // 
 // lies above the diagonal is read; d: (cols) f32, positive. Rows are rounded independently of each other, on the calling thread:
 // a caller splits a matrix into chunks of rows (a multiple of 32) and runs them on threads of its own, with the same bytes.
 
-// whether there is a method for this base type: Q2_0, Q2_K, IQ2_XS
+// whether there is a method for this base type: Q2_0, Q2_K, IQ2_XS, Q3_K, Q4_K, Q4_0
 TWOBIT_API bool    twobit_feedback_supports(int type);
 // like twobit_base_quantize
 TWOBIT_API int64_t twobit_base_quantize_feedback(int type, const float * w, int64_t rows, int64_t cols, const float * u,

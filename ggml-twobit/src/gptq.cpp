@@ -102,6 +102,9 @@ static const gptq_method * method_of(int type) {
     switch (type) {
         case GGML_TYPE_Q2_0:   return gptq_method_q2_0();
         case GGML_TYPE_Q2_K:   return gptq_method_q2_k();
+        case GGML_TYPE_Q3_K:   return gptq_method_q3_k();
+        case GGML_TYPE_Q4_K:   return gptq_method_q4_k();
+        case GGML_TYPE_Q4_0:   return gptq_method_q4_0();
         case GGML_TYPE_IQ2_XS: return gptq_method_iq2_xs();
         default:               return nullptr;
     }

@@ -52,6 +52,9 @@ struct gptq_method {
 
 const gptq_method * gptq_method_q2_0();
 const gptq_method * gptq_method_q2_k();
+const gptq_method * gptq_method_q3_k();
+const gptq_method * gptq_method_q4_k();
+const gptq_method * gptq_method_q4_0();
 const gptq_method * gptq_method_iq2_xs();
 const gptq_method * gptq_method_residual(int bits); // its block: struct gptq_residual_block
 

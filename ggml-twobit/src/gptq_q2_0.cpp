@@ -1,21 +1,19 @@
-// gptq_q2_0.cpp: error feedback into Q2_0: blocks of 64, values −d, 0, d, 2d, where d is f16 and may be negative.
+// gptq_q2_0.cpp: error feedback into the types with one f16 scale a block, which may be negative: Q2_0 (blocks of 64, values −d, 0, d,
+// 2d) and, for tensors that deserve more, Q4_0 (blocks of 32, values −8d … 7d).
 
 #include "gptq.h"
-
-#include <cmath>
-#include <cstring>
-
-#define N 64
 
 namespace {
 
 struct block_q2_0 {
     uint16_t d;
-    uint8_t  qs[N / 4]; // four levels of 0…3 a byte, the first in the lowest bits
+    uint8_t  qs[16]; // four levels of 0…3 a byte, the first in the lowest bits
 };
 
-// scales tried: multiples of the targets' rms, both signs
-const float coarse_from = 0.35f, coarse_step = 0.1f;
+struct block_q4_0 {
+    uint16_t d;
+    uint8_t  qs[16]; // byte i holds columns i (low) and i + 16 (high)
+};
 
 struct choice {
     float d = 0, loss = INFINITY;
@@ -23,14 +21,15 @@ struct choice {
 
 } // namespace
 
-// Tries d = (from + step · lane) · unit.
+// Tries d = (from + step · lane) · unit for one block of N columns with levels LO…HI.
+template <int N, int LO, int HI>
 GPTQ_INLINE void try_scales(const gptq_block & block, const float * w, const float * t, float unit, float from, float step, choice & best) {
     float scales[GPTQ_LANES];
     for (int i = 0; i < GPTQ_LANES; i++) {
         scales[i] = tb_f16_to_f32(gptq_f16((from + step * i) * unit));
     }
     gptq_lanes loss;
-    gptq_try<N>(block, 0, w, t, gptq_make_grids(scales, -1, 2), loss);
+    gptq_try<N>(block, 0, w, t, gptq_make_grids(scales, LO, HI), loss);
     int i;
     const float least = gptq_least(loss, i);
     if (least < best.loss) {
@@ -39,37 +38,63 @@ GPTQ_INLINE void try_scales(const gptq_block & block, const float * w, const flo
     }
 }
 
-GPTQ_CLONES static void round_q2_0(const gptq_block * block, const void *, const float * w, float * t, float * b, void * dst) {
+// The block's best d and its levels q − LO: multiples of the targets' rms from `from` on, both signs, then between those.
+template <int N, int LO, int HI>
+GPTQ_INLINE uint16_t round_block(const gptq_block & block, const float * w, float * t, float * b, float from, float step, int * q) {
     float sum = 0, weight = 0;
     for (int i = 0; i < N; i++) {
-        sum += t[i] * t[i] * block->d[i];
-        weight += block->d[i];
+        sum += t[i] * t[i] * block.d[i];
+        weight += block.d[i];
     }
     const float rms = std::sqrt(sum / weight);
-
     choice best;
-    try_scales(*block, w, t, rms, coarse_from, coarse_step, best);
-    try_scales(*block, w, t, -rms, coarse_from, coarse_step, best);
-    const float unit = std::copysign(rms, best.d); // and between the coarse ones
-    try_scales(*block, w, t, unit, std::fabs(best.d) / (rms > 0 ? rms : 1) - coarse_step, coarse_step / 8, best);
-
-    int q[N];
-    gptq_commit(*block, 0, N, w, t, best.d, 0, -1, 2, q, b);
-    block_q2_0 * y = (block_q2_0 *) dst;
-    y->d = gptq_f16(best.d);
-    memset(y->qs, 0, sizeof(y->qs));
+    try_scales<N, LO, HI>(block, w, t, rms, from, step, best);
+    try_scales<N, LO, HI>(block, w, t, -rms, from, step, best);
+    const float unit = std::copysign(rms, best.d);
+    try_scales<N, LO, HI>(block, w, t, unit, std::fabs(best.d) / (rms > 0 ? rms : 1) - step, step / 8, best);
+    gptq_commit(block, 0, N, w, t, best.d, 0, LO, HI, q, b);
     for (int i = 0; i < N; i++) {
-        y->qs[i / 4] |= (q[i] + 1) << 2 * (i % 4);
+        q[i] -= LO;
+    }
+    return gptq_f16(best.d);
+}
+
+GPTQ_CLONES static void round_q2_0(const gptq_block * block, const void *, const float * w, float * t, float * b, void * dst) {
+    int q[64];
+    block_q2_0 & packed = *(block_q2_0 *) dst;
+    packed.d = round_block<64, -1, 2>(*block, w, t, b, 0.35f, 0.1f, q);
+    for (int i = 0; i < 16; i++) {
+        packed.qs[i] = (uint8_t) (q[4 * i] | q[4 * i + 1] << 2 | q[4 * i + 2] << 4 | q[4 * i + 3] << 6);
+    }
+}
+
+GPTQ_CLONES static void round_q4_0(const gptq_block * block, const void *, const float * w, float * t, float * b, void * dst) {
+    int q[32];
+    block_q4_0 & packed = *(block_q4_0 *) dst;
+    packed.d = round_block<32, -8, 7>(*block, w, t, b, 0.15f, 0.025f, q);
+    for (int i = 0; i < 16; i++) {
+        packed.qs[i] = (uint8_t) (q[i] | q[i + 16] << 4);
     }
 }
 
 const gptq_method * gptq_method_q2_0() {
     static const gptq_method method = {
-        /* .block_cols  = */ N,
+        /* .block_cols  = */ 64,
         /* .block_bytes = */ sizeof(block_q2_0),
         /* .extra_bytes = */ 0,
         /* .prepare     = */ nullptr,
         /* .round       = */ round_q2_0,
+    };
+    return &method;
+}
+
+const gptq_method * gptq_method_q4_0() {
+    static const gptq_method method = {
+        /* .block_cols  = */ 32,
+        /* .block_bytes = */ sizeof(block_q4_0),
+        /* .extra_bytes = */ 0,
+        /* .prepare     = */ nullptr,
+        /* .round       = */ round_q4_0,
     };
     return &method;
 }

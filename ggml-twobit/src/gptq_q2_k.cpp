@@ -4,7 +4,7 @@
 // d and dmin are set from fits of each sub-block on its own; then, sub-block after sub-block, all 256 pairs (s, m) are run
 // through the 16 columns with their feedback and the best is kept.
 
-#include "gptq.h"
+#include "gptq_k.h"
 
 #include <algorithm>
 #include <cmath>
@@ -23,66 +23,14 @@ struct block_q2_k {
     uint16_t d, dmin;
 };
 
-struct fit {
-    float scale, min; // value = scale·q − min
-};
-
 // shares of the largest fitted scale (min) that d·15 (dmin·15) is tried at: a few clipped sub-blocks may be worth finer steps
 const float shares[] = { 1.0f, 0.94f, 0.88f, 0.82f, 0.75f, 0.68f };
 const int   n_finalists = 2; // pairs (d, dmin) that are run through the whole super-block
 
 } // namespace
 
-// The best scale and min for one sub-block without feedback: 48 steps are tried, each with its least-squares scale and min.
-GPTQ_INLINE fit fit_sub(const float * t, const float * d) {
-    float least = 0, most = t[0], w = 0, wt = 0, wtt = 0;
-    for (int i = 0; i < SUB; i++) {
-        least = std::min(least, t[i]);
-        most  = std::max(most, t[i]);
-        w += d[i];
-        wt += d[i] * t[i];
-        wtt += d[i] * t[i] * t[i];
-    }
-    if (!(most - least > 1e-20f)) {
-        return { 0, -least };
-    }
-    fit   best = { (most - least) / 3, -least };
-    float best_loss = INFINITY;
-    for (int turn = 0; turn < 3; turn++) {
-        gptq_lanes steps, wq = {}, wqq = {}, wqt = {};
-        for (int i = 0; i < GPTQ_LANES; i++) {
-            steps[i] = (1.8f + 0.05f * (turn * GPTQ_LANES + i)) / (most - least);
-        }
-        for (int i = 0; i < SUB; i++) {
-            gptq_lanes q = steps * (t[i] - least);
-            gptq_round_clamped(q, 0, 3);
-            wq += q * d[i];
-            wqq += q * q * d[i];
-            wqt += q * (t[i] * d[i]);
-        }
-        for (int i = 0; i < GPTQ_LANES; i++) {
-            const float det = w * wqq[i] - wq[i] * wq[i];
-            if (!(det > 0)) {
-                continue;
-            }
-            float scale = (w * wqt[i] - wq[i] * wt) / det;
-            float shift = (wqq[i] * wt - wq[i] * wqt[i]) / det; // t ≈ scale·q + shift
-            if (shift > 0) { // mins are not negative
-                shift = 0;
-                scale = wqt[i] / wqq[i];
-            }
-            const float loss = wtt + scale * scale * wqq[i] + shift * shift * w + 2 * scale * shift * wq[i] - 2 * scale * wqt[i] - 2 * shift * wt;
-            if (loss < best_loss && scale > 0) {
-                best_loss = loss;
-                best      = { scale, -shift };
-            }
-        }
-    }
-    return best;
-}
-
 // the loss of a super-block's fits, rounded to d and dmin, without feedback
-GPTQ_INLINE float estimate(const gptq_block & block, const float * t, const fit * fits, float d, float dmin) {
+GPTQ_INLINE float estimate(const gptq_block & block, const float * t, const gptq_fit * fits, float d, float dmin) {
     gptq_lanes loss = {};
     for (int g = 0; g < N_SUB; g++) {
         const float s = d * std::min((float) TOP, std::nearbyint(fits[g].scale * gptq_inverse(d)));
@@ -142,9 +90,9 @@ GPTQ_INLINE void round_super(const gptq_block & block, const float * w, const fl
 }
 
 GPTQ_CLONES static void round_q2_k(const gptq_block * block, const void *, const float * w, float * t, float * b, void * dst) {
-    fit fits[N_SUB], top = { 0, 0 };
+    gptq_fit fits[N_SUB], top = { 0, 0 };
     for (int g = 0; g < N_SUB; g++) {
-        fits[g]   = fit_sub(t + SUB * g, block->d + SUB * g);
+        fits[g]   = gptq_fit_sub<SUB, 3>(t + SUB * g, block->d + SUB * g);
         top.scale = std::max(top.scale, fits[g].scale);
         top.min   = std::max(top.min, fits[g].min);
     }
