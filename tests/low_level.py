@@ -23,7 +23,7 @@ class Model:
         n_ctx: int = 1024,
         mmap: bool = True,
         repack: bool = False,
-        n_threads: int = 2,
+        n_threads: int = 1,
         eval_callback: Any = None,
     ) -> None:
         api.llama_backend_init()

@@ -23,7 +23,7 @@ PROSE = (ROOT / "docs/format.md").read_bytes()
 
 
 @pytest.fixture(autouse=True)
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def loaded() -> Iterator[None]:
     plugin.load()
     plugin.reset_counters()
     yield
@@ -60,8 +60,15 @@ def text_tokens(model: low_level.Model, n: int) -> list[int]:
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_tiny_models(name: str, device: str | None, paired_tiny: Callable[[str], Path], stock: Callable[..., np.ndarray], tmp_path: Path) -> None:
+def test_tiny_models(
+    name: str,
+    device: str | None,
+    paired_tiny: Callable[[str], Path],
+    stock: Callable[..., np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """llama, qwen2, gemma3 and experts: every paired matmul is counted, full equals the oracle, draft the stock model bit for bit."""
+    monkeypatch.setenv("TWOBIT_REPACK", "0")  # the stock model's own arithmetic
     path = paired_tiny(name)
     pairs = len(format.open_paired(path).pairs)
     with low_level.Model(path, device, repack=False) as model:
@@ -93,7 +100,8 @@ def test_smollm2_is_base_plus_residual(mmap: bool, paired_smollm2: Path, tmp_pat
             assert low_level.kld(reference[:n], model.logits(tokens[:n], width)) < 0.005, f"{width} tokens at once"
 
 
-def test_smollm2_oracle(paired_smollm2: Path, stock: Callable[..., np.ndarray]) -> None:
+def test_smollm2_oracle(paired_smollm2: Path, stock: Callable[..., np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TWOBIT_REPACK", "0")
     with low_level.Model(paired_smollm2, "TWOBIT0") as model:
         tokens = text_tokens(model, 48)
         full = model.logits(tokens, 16)
@@ -102,6 +110,17 @@ def test_smollm2_oracle(paired_smollm2: Path, stock: Callable[..., np.ndarray]) 
     oracle = stock("oracle", paired_smollm2, tokens, 16)
     assert low_level.kld(oracle, full) < 1e-4
     assert np.array_equal(draft, stock("plain", paired_smollm2, tokens, 16))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-320", "moe-192"])
+def test_repacked_base(name: str, paired_tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base as the CPU computes it by default is the stock one, up to the last digits."""
+    results = {}
+    for repack in ("0", "1"):
+        monkeypatch.setenv("TWOBIT_REPACK", repack)
+        with low_level.Model(paired_tiny(name), "TWOBIT0") as model, plugin.mode("draft"):
+            results[repack] = model.logits(random_tokens(model.n_vocab, 24))
+    assert low_level.kld(results["0"], results["1"]) < 2e-3
 
 
 def test_graph_stays_whole(paired_tiny: Callable[[str], Path]) -> None:

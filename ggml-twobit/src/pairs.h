@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "section.h"
+#include "stand-in.h"
 #include "twobit.h"
 
 // a loaded base tensor and its residual
@@ -13,6 +14,10 @@ struct tb_pair {
     const tb_residual         * residual = nullptr;
     std::atomic<bool>           verified { false }; // the checksums of base and residual have been compared
     std::atomic<bool>           broken   { false }; // they differ: nothing may be computed with this tensor
+
+    // set before the first graph, only where the CPU computes the base
+    std::unique_ptr<tb_stand_in> stand_in;
+    bool                         prepared = false;
 };
 
 // The pair of a weight (which lives as long as the weight's buffer), or NULL.

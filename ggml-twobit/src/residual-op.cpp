@@ -154,7 +154,7 @@ bool tb_nodes_begin(tb_nodes & nodes, size_t n_products, size_t scratch_size) {
         }
         nodes.scratch_size = scratch_size;
     }
-    const size_t n_nodes = 3*n_products;
+    const size_t n_nodes = 4*n_products; // route, quantise, multiply, and the base's matmul by a stand-in
     if (nodes.ctx_nodes < n_nodes || !nodes.ctx) {
         ggml_free(nodes.ctx);
         ggml_init_params params = { /*.mem_size =*/ ggml_tensor_overhead()*(n_nodes + 1), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true };
@@ -174,6 +174,13 @@ static ggml_tensor * make_node(tb_nodes & nodes, ggml_custom_op_t fun, int n_tas
     ggml_tensor * t = ggml_custom_4d(nodes.ctx, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, fun, n_tasks, userdata);
     t->data   = &nothing;
     t->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    return t;
+}
+
+ggml_tensor * tb_matmul_by(tb_nodes & nodes, const ggml_tensor * matmul, ggml_tensor * weight) {
+    ggml_tensor * t = ggml_new_tensor_1d(nodes.ctx, GGML_TYPE_F32, 1);
+    *t = *matmul;
+    t->src[0] = weight;
     return t;
 }
 

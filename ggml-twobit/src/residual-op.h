@@ -66,6 +66,9 @@ bool tb_can_multiply(const tb_pair & pair, const ggml_tensor * matmul);
 bool   tb_nodes_begin(tb_nodes & nodes, size_t n_products, size_t scratch_size);
 size_t tb_scratch_size(const tb_pair & pair, const ggml_tensor * matmul);
 
+// a node like `matmul`, with the same result in the same memory, by another weight
+ggml_tensor * tb_matmul_by(tb_nodes & nodes, const ggml_tensor * matmul, ggml_tensor * weight);
+
 // Appends to `out` the nodes that add R·x to a matmul's result. x_data, ids_data, y_data: where x, ids and y lie if not in the tensors' own memory,
 // for matmuls on another device; else NULL.
 void tb_add_product(tb_nodes & nodes, const tb_pair & pair, const ggml_tensor * matmul, const void * x_data, const void * ids_data, void * y_data,
