@@ -26,7 +26,7 @@ struct neon {
     static inline I or_masked(I a, I v, int bits) { return from_u8(vorrq_u8(u8(a), u8(mask(v, bits)))); }
     static inline I flip(I v) { return from_u8(veorq_u8(u8(v), vdupq_n_u8(0x80))); }
     static inline I set(int32_t i) { return vdupq_n_s32(i); }
-    static inline void prefetch(const char * p) { __builtin_prefetch(p); }
+    static inline void prefetch(const char * p) { __asm__ volatile("prfm pldl1keep, %0" : : "Q"(*p)); } // see x86.h
 
     template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x, int) {
         static_assert(N == 1, "one step at a time");

@@ -25,7 +25,10 @@
 #include <type_traits>
 #include <utility>
 
+#define TB_AHEAD 2 // blocks to prefetch ahead: from 1 to 8 within 5 % on a Zen 4, none costs a third at 16 tokens
+
 #define TB_INLINE inline __attribute__((always_inline))
+#define TB_LAMBDA __attribute__((always_inline))
 
 // ---- codes ----------------------------------------------------------------------------------------------------------
 
@@ -85,65 +88,78 @@ struct tb_work {
     const float   * scales;   // (group, token)
     float         * y;        // (token, 32)
     const char    * ahead;    // what to prefetch next
-    int             lines;    // cache lines of it in each unit
+    int             passes;   // how often the block's codes are gone through by all tiles of tokens together
 };
 
-// PARTS·LANES rows from `row` on, T tokens from `token` on
-template <class V, int BITS, int T> static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row, int token) {
+// PARTS·LANES rows from `row` on, T tokens from `token` on. Of the unit's cache lines one part in PASSES is prefetched.
+template <class V, int BITS, int T, int PASSES>
+static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row, int token) {
     using I = typename V::I;
-    constexpr int U = tb_unit<BITS>::U, Z = tb_unit<BITS>::Z, PARTS = V::PARTS;
+    constexpr int U = tb_unit<BITS>::U, Z = tb_unit<BITS>::Z, PARTS = V::PARTS, UNITS = TB_GROUP / 4 / U;
     constexpr int OFFSET = BITS == 8 && V::SIGNED8 ? 0 : 1 << (BITS - 1);
+    constexpr int LINES = (2 * Z + PASSES - 1) / PASSES;
     const int width = V::TOKENS == TB_TOKENS ? T : work.width; // a constant where registers hold a whole tile
     const uint8_t * codes = work.codes + row / 16 * Z * 64;
     const int32_t * q = work.q + token;
+    const char * ahead = work.ahead;
     for (int g = 0; g < work.n_groups; g++) {
         I sums[PARTS][T];
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) {
+        tb_unroll<T>([&](auto t) TB_LAMBDA {
             const I start = V::set(-OFFSET * work.sums[g * width + token + t]);
-            for (int part = 0; part < PARTS; part++) {
-                sums[part][t] = start;
-            }
-        }
-        const auto unit = [&]() __attribute__((always_inline)) {
-            for (int i = 0; i < work.lines; i++, work.ahead += 64) {
-                V::prefetch(work.ahead);
-            }
-            tb_unroll<U / V::STEPS>([&](auto first_) __attribute__((always_inline)) {
-                constexpr int J = decltype(first_)::value * V::STEPS;
+            tb_unroll<PARTS>([&](auto part) TB_LAMBDA { sums[part][t] = start; });
+        });
+        const auto unit = [&]() TB_LAMBDA {
+            tb_unroll<LINES>([&](auto i) TB_LAMBDA { V::prefetch(ahead + 64 * i); });
+            ahead += 64 * LINES;
+            tb_unroll<U / V::STEPS>([&](auto i) TB_LAMBDA {
+                constexpr int J = decltype(i)::value * V::STEPS;
                 I w[PARTS][V::STEPS];
-                tb_unroll<PARTS>([&](auto part_) __attribute__((always_inline)) {
-                    constexpr int part = decltype(part_)::value, r = part * V::LANES;
-                    tb_unroll<V::STEPS>([&](auto s_) __attribute__((always_inline)) {
-                        constexpr int s = decltype(s_)::value;
-                        w[part][s] = tb_codes<V, BITS, J + s>(codes + r / 16 * Z * 64 + r % 16 * 4);
+                tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
+                    constexpr int r = decltype(part)::value * V::LANES;
+                    tb_unroll<V::STEPS>([&](auto s) TB_LAMBDA {
+                        w[part][s] = tb_codes<V, BITS, J + decltype(s)::value>(codes + r / 16 * Z * 64 + r % 16 * 4);
                     });
                 });
-#pragma GCC unroll 8
-                for (int t = 0; t < T; t++) {
-                    for (int part = 0; part < PARTS; part++) {
+                tb_unroll<T>([&](auto t) TB_LAMBDA {
+                    tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
                         sums[part][t] = V::template dot<V::STEPS, BITS>(sums[part][t], w[part], q + t, width);
-                    }
-                }
+                    });
+                });
                 q += V::STEPS * width;
             });
             codes += 2 * Z * 64;
         };
         if constexpr (V::UNROLLED) {
-            tb_unroll<TB_GROUP / 4 / U>([&](auto) __attribute__((always_inline)) { unit(); });
+            tb_unroll<UNITS>([&](auto) TB_LAMBDA { unit(); });
         } else {
-            for (int i = 0; i < TB_GROUP / 4 / U; i++) {
+            for (int i = 0; i < UNITS; i++) {
                 unit();
             }
         }
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) {
-            for (int part = 0; part < PARTS; part++) {
+        tb_unroll<T>([&](auto t) TB_LAMBDA {
+            tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
                 const int r = row + part * V::LANES;
                 V::accumulate(work.y + (token + t) * TB_TILE_ROWS + r, sums[part][t], work.scales[g * width + token + t],
                               work.ws + g * TB_TILE_ROWS + r);
-            }
-        }
+            });
+        });
+    }
+    work.ahead = ahead;
+}
+
+// T tokens that fill the registers, or fewer at the end
+template <class V, int BITS, int T> static TB_INLINE void tb_rows(tb_work & work, int row, int token) {
+    constexpr int ROW_SETS = TB_TILE_ROWS / (V::PARTS * V::LANES);
+    if constexpr (T > V::TOKENS) {
+        // never asked for
+    } else if constexpr (T < V::TOKENS) {
+        tb_rows_by_tokens<V, BITS, T, ROW_SETS>(work, row, token);
+    } else if (work.passes >= 4 * ROW_SETS) {
+        tb_rows_by_tokens<V, BITS, T, 4 * ROW_SETS>(work, row, token);
+    } else if (work.passes >= 2 * ROW_SETS) {
+        tb_rows_by_tokens<V, BITS, T, 2 * ROW_SETS>(work, row, token);
+    } else {
+        tb_rows_by_tokens<V, BITS, T, ROW_SETS>(work, row, token);
     }
 }
 
@@ -152,15 +168,14 @@ template <class V, int BITS> static TB_INLINE void tb_block(tb_work & work) {
     for (int row = 0; row < TB_TILE_ROWS; row += V::PARTS * V::LANES) {
         for (int token = 0; token < work.width; token += V::TOKENS) {
             switch (work.width - token < V::TOKENS ? work.width - token : V::TOKENS) {
-                case 1: tb_rows_by_tokens<V, BITS, 1>(work, row, token); break;
-                case 2: tb_rows_by_tokens<V, BITS, 2>(work, row, token); break;
-                case 3: tb_rows_by_tokens<V, BITS, 3>(work, row, token); break;
-                case 4: tb_rows_by_tokens<V, BITS, 4>(work, row, token); break;
-                // beyond V::TOKENS never reached
-                case 5: tb_rows_by_tokens<V, BITS, V::TOKENS < 5 ? 1 : 5>(work, row, token); break;
-                case 6: tb_rows_by_tokens<V, BITS, V::TOKENS < 6 ? 1 : 6>(work, row, token); break;
-                case 7: tb_rows_by_tokens<V, BITS, V::TOKENS < 7 ? 1 : 7>(work, row, token); break;
-                case 8: tb_rows_by_tokens<V, BITS, V::TOKENS < 8 ? 1 : 8>(work, row, token); break;
+                case 1: tb_rows<V, BITS, 1>(work, row, token); break;
+                case 2: tb_rows<V, BITS, 2>(work, row, token); break;
+                case 3: tb_rows<V, BITS, 3>(work, row, token); break;
+                case 4: tb_rows<V, BITS, 4>(work, row, token); break;
+                case 5: tb_rows<V, BITS, 5>(work, row, token); break;
+                case 6: tb_rows<V, BITS, 6>(work, row, token); break;
+                case 7: tb_rows<V, BITS, 7>(work, row, token); break;
+                case 8: tb_rows<V, BITS, 8>(work, row, token); break;
             }
         }
     }
@@ -173,8 +188,6 @@ template <class V, int BITS>
 static TB_INLINE void tb_tile_product(const uint8_t * block, const struct tb_acts * acts, int64_t first, int n_tokens, float * y) {
     const int64_t groups = acts->cols / TB_GROUP;
     const int64_t block_nbytes = TB_BLOCK_SCALES + 4 * (TB_TILE_ROWS * TB_GROUP / 8 * BITS);
-    const int64_t distance = n_tokens < 4 ? 1 : 3; // blocks to prefetch ahead
-    // a unit's lines are prefetched evenly over the times that it is passed
     int passes = 0;
     for (int i = 0; i < n_tokens; i += TB_TOKENS) {
         const int width = n_tokens - i < TB_TOKENS ? n_tokens - i : TB_TOKENS;
@@ -186,10 +199,10 @@ static TB_INLINE void tb_tile_product(const uint8_t * block, const struct tb_act
         work.codes    = block + TB_BLOCK_SCALES;
         work.n_groups = groups - g < 4 ? (int) (groups - g) : 4;
         work.ws       = ws;
-        work.ahead    = (const char *) block + distance * block_nbytes + TB_BLOCK_SCALES;
-        work.lines    = (2 * tb_unit<BITS>::Z + passes - 1) / passes;
+        work.ahead    = (const char *) block + TB_AHEAD * block_nbytes + TB_BLOCK_SCALES;
+        work.passes   = passes;
         for (int i = 0; i < TB_BLOCK_SCALES; i += 64) {
-            V::prefetch((const char *) block + distance * block_nbytes + i);
+            V::prefetch((const char *) block + TB_AHEAD * block_nbytes + i);
         }
         V::scale_rows(block, ws);
         for (int i = 0; i < n_tokens; i += TB_TOKENS) {
