@@ -16,13 +16,14 @@ from twobit_gguf import format, gguf_file, gguf_types
 from twobit_gguf._native import NativeError, check, ffi, lib
 from twobit_gguf.calibration import calibrate, collect, evaluate
 from twobit_gguf.calibration.divergence import Divergence, log_softmax
-from twobit_gguf.calibration.expand import write_f16
+from twobit_gguf.calibration.expand import base_bits, write_f16
 from twobit_gguf.calibration.factorise import Factors, damping_for, factorise
+from twobit_gguf.calibration.mixed import Level, allocate
 from twobit_gguf.calibration.model import Runner
 from twobit_gguf.calibration.store import Calibration
 from twobit_gguf.errors import TwobitError
 
-BASES = {"q2_0": gguf_types.Q2_0, "q2_k": gguf_types.Q2_K, "iq2_xs": gguf_types.IQ2_XS}
+BASES = {"q2_0": gguf_types.Q2_0, "q2_k": gguf_types.Q2_K, "iq2_xs": gguf_types.IQ2_XS, "q3_k": 11, "q4_k": 12, "q4_0": 2}
 ROWS, COLUMNS = 70, 512  # more than one chunk of 64 rows, the last super-tile with 6
 
 
@@ -409,6 +410,50 @@ def _model_error(source: Path, expanded: Path, paired: format.PairedFile, calibr
             values.append(data.reshape(-1, tensor.columns).astype(np.float32))
         total += output_error(values[0] - values[1], calibration.matrix(known))
     return total
+
+
+@pytest.mark.parametrize(("name", "bpw"), [("llama", 3.1), ("llama-320", 3.0)])
+def test_mixed_bases(name: str, bpw: float, tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
+    source, calib = tiny_gguf(name), tmp_path / "c"
+    calibration = run_calibrate(source, calib, text_file)
+    low = conftest.convert(source, tmp_path / "low.gguf", "--calibration", str(calib))
+    mixed = format.open_paired(conftest.convert(source, tmp_path / "mixed.gguf", "--calibration", str(calib), "--base-bpw", str(bpw)))
+    format.verify(mixed)
+    assert bpw - 0.6 < base_bits(mixed) <= bpw
+    types = {gguf_types.name(pair.base_type) for pair in mixed.pairs}
+    assert len(types) > 1
+    for pair in mixed.pairs:
+        assert pair.bits == {2: 6, 3: 5, 4: 4}[int(gguf_types.bpw(pair.base_type))]
+    errors = []
+    for path in (low, mixed.path):
+        write_f16(path, tmp_path / "expanded.gguf", residual=False)
+        errors.append(_model_error(source, tmp_path / "expanded.gguf", format.open_paired(path), calibration))
+    assert errors[1] < errors[0]
+
+
+def test_mixed_bases_that_do_not_fit(
+    tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from twobit_gguf.convert import main
+
+    run_calibrate(tiny_gguf("llama"), tmp_path / "c", text_file)
+    capsys.readouterr()
+    for option in (["--vram", "100M"], ["--base-bpw", "1.9"]):
+        assert main([str(tiny_gguf("llama")), str(tmp_path / "o"), "--calibration", str(tmp_path / "c"), "-q", *option]) == 2
+        assert "give more --vram" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_bits_go_where_they_buy_most() -> None:
+    levels = {
+        "flat": [Level(0, 100, 0.10), Level(1, 150, 0.09), Level(2, 200, 0.08)],
+        "steep": [Level(0, 100, 0.30), Level(1, 150, 0.29), Level(2, 200, 0.02)],  # the middle one is not on the hull
+    }
+    chosen = allocate(levels, 310)
+    assert chosen is not None and {name: level.type for name, level in chosen.items()} == {"flat": 0, "steep": 2}
+    chosen = allocate(levels, 360)
+    assert chosen is not None and {name: level.type for name, level in chosen.items()} == {"flat": 1, "steep": 2}
+    assert allocate(levels, 199) is None
 
 
 def test_a_calibration_of_another_model_is_refused(

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +26,10 @@ from tqdm import tqdm
 
 from . import convert_plan, convert_probe, convert_report, format, gguf_file, gguf_types, hf
 from ._native import NativeError
+from .calibration import mixed
 from .calibration.quantizer import FeedbackFactory
 from .calibration.store import Calibration
+from .calibration.units import size
 from .convert_imatrix import Imatrix
 from .convert_plan import Action, Options, Step
 from .convert_quantize import PlainQuantizer, QuantizerFactory
@@ -43,6 +45,7 @@ _QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
 # llama.h's llama_ftype of a model whose bases are mostly of this type
 _FILE_TYPES = {
     gguf_types.Q2_K: 10, gguf_types.IQ2_XXS: 19, gguf_types.IQ2_XS: 20, gguf_types.IQ2_S: 28, gguf_types.Q2_0: 41,
+    mixed.Q3_K: 12, mixed.Q4_K: 15, mixed.Q4_0: 2,
 }  # fmt: skip
 
 
@@ -63,6 +66,7 @@ class Job:
     threads: int = field(default_factory=default_threads)
     quiet: bool = False
     quantizer: QuantizerFactory = PlainQuantizer
+    refine: Callable[[Source, list[Step]], list[Step]] = field(default=lambda source, steps: steps)  # mixed bases
 
 
 def convert(job: Job) -> dict[str, Any]:
@@ -116,7 +120,7 @@ def _accepted_plan(job: Job, source: Source) -> tuple[list[Step], dict[str, Valu
     """The plan whose file llama.cpp takes. A shared output is untied if that architecture knows an output.weight."""
     reason = None
     for untie in (True, False) if convert_plan.wants_output(source) else (False,):
-        steps = convert_plan.make_plan(source, job.options, untie)
+        steps = job.refine(source, convert_plan.make_plan(source, job.options, untie))
         kv = _keys(job, source, steps)
         reason = _probe(PairedWriter(job.out, kv, [step.spec for step in steps]))
         if reason is None:
@@ -242,6 +246,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="XᵀX from `twobit calibrate`: base (q2_0, q2_k, iq2_xs) and residual get error feedback")  # fmt: skip
     parser.add_argument("--damping", metavar="X", type=float,
                         help="of the calibration, for example 0.01 (default: by the amount of text, input by input)")  # fmt: skip
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--vram", metavar="SIZE", type=size,
+                        help="with --calibration: bases of 2 to 4 bits, where they buy most, in this much memory "
+                        "(8192 tokens of KV cache and buffers taken off)")  # fmt: skip
+    budget.add_argument("--base-bpw", metavar="X", type=float, help="the same, with X bits a weight on average")
     parser.add_argument("--residual-file", metavar="off|auto|PATH", default="auto",
                         help="put the residual into a file of its own; auto: above 45 GB (default)")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace an existing output")
@@ -251,6 +260,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not 1 <= args.threads <= 1024:
         parser.error("--threads must be 1 to 1024")
+    if (args.vram or args.base_bpw) and args.calibration is None:
+        parser.error("--vram and --base-bpw measure where bits count: give --calibration")
+    if (args.vram or args.base_bpw) and args.base != "auto":
+        parser.error("--vram and --base-bpw choose the bases themselves: leave --base out")
     if args.damping is not None and not 0 < args.damping <= 10:
         parser.error("--damping must be above 0, at most 10")
     return args
@@ -264,7 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # a terminated conversion cleans up as an interrupted one does
     try:
         if args.calibration is not None:
-            job.quantizer = FeedbackFactory(Calibration(args.calibration), _warn, args.damping)
+            job.quantizer = factory = FeedbackFactory(Calibration(args.calibration), _warn, args.damping)
+            if args.vram or args.base_bpw:
+                job.refine = mixed.Mixer(factory, mixed.Budget(args.base_bpw, args.vram), args.quiet)
         result = convert(job)
     except (TwobitError, NativeError, LlamaSourceError) as error:
         print(f"twobit-convert: {error}", file=sys.stderr)

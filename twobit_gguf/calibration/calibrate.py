@@ -15,19 +15,7 @@ from .collect import Collection, probe
 from .model import CONTEXT, SEQUENCES, Runner, cut
 from .store import Info
 from .text import default_text, read_texts
-
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def size(text: str) -> int:
-    """Bytes: 4G, 512M, 1.5G or a plain number."""
-    number, unit = (text[:-1], _UNITS.get(text[-1:].upper())) if text[-1:].isalpha() else (text, 1)
-    try:
-        if unit is None or float(number) <= 0:
-            raise ValueError
-        return int(float(number) * unit)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 4G or 512M") from None
+from .units import size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from ..llama import Llama, Mode
 from . import acceptance
 from .divergence import Divergence, log_softmax
 from .expand import base_bits, quantize_stock, ram_bits, write_f16
-from .model import CONTEXT, cut, tokenize
+from .model import CONTEXT, Vocabulary, cut
 from .text import default_text, read_texts
 
 _FIRST = CONTEXT // 2  # first scored position
@@ -49,14 +49,9 @@ class Reference:
     """The reference's log probabilities, kept in a temporary file."""
 
     def __init__(self, path: Path, text: str, n_sequences: int, folder: Path, threads: int | None) -> None:
-        vocabulary = Llama(str(path), vocab_only=True, verbose=False)
-        try:
-            vocab = vocabulary._model.vocab
-            bos = vocabulary.token_bos() if vocabulary._model.add_bos_token() else None
-            self.sequences = cut(tokenize(vocab, text), bos, CONTEXT, n_sequences)
-            shape = (len(self.sequences), CONTEXT - 1 - _FIRST, vocabulary.n_vocab())
-        finally:
-            vocabulary.close()
+        with Vocabulary(path) as vocabulary:
+            self.sequences = cut(vocabulary.tokenize(text), vocabulary.bos, CONTEXT, n_sequences)
+            shape = (len(self.sequences), CONTEXT - 1 - _FIRST, len(vocabulary))
         self.log_p = np.memmap(folder / "reference.f32", np.float32, "w+", shape=shape)
         self.threads = threads
         itself = Divergence()

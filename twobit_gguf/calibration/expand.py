@@ -77,7 +77,7 @@ def _write(file: BinaryIO, section: BinaryIO, tensor: Tensor, pair: Pair | None,
         for row in range(0, rows, _ROWS):
             n = min(_ROWS, rows - row)
             file.seek(tensor.offset + (matrix * rows + row) * row_nbytes)
-            weights = _dequantize(tensor.type, file.read(n * row_nbytes), n, tensor.columns)
+            weights = dequantize(tensor.type, file.read(n * row_nbytes), n, tensor.columns)
             if pair is not None:
                 tile = format.residual_nbytes(pair.bits, format.TILE_ROWS, pair.columns, 1)
                 one = format.residual_nbytes(pair.bits, rows, pair.columns, 1)
@@ -86,7 +86,8 @@ def _write(file: BinaryIO, section: BinaryIO, tensor: Tensor, pair: Pair | None,
             out.write(np.clip(weights, -_HALF_MAX, _HALF_MAX).astype(np.float16).tobytes())
 
 
-def _dequantize(kind: int, data: bytes, rows: int, columns: int) -> np.ndarray:
+def dequantize(kind: int, data: bytes | np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Rows of a ggml type as f32, (rows, columns)."""
     out = np.empty((rows, columns), np.float32)
     check(lib().twobit_base_dequantize(kind, ffi.from_buffer(data), rows, columns, ffi.from_buffer("float[]", out)))
     return out

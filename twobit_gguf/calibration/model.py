@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -60,7 +61,7 @@ class Runner:
     @property
     def bos(self) -> int | None:
         """The token that sequences start with, None if this model has none."""
-        return llama_cpp.llama_vocab_bos(self.vocab) if llama_cpp.llama_vocab_get_add_bos(self.vocab) else None
+        return _bos(self.vocab)
 
     def run(self, tokens: np.ndarray, watcher: Watcher) -> None:
         """tokens: (sequences, length) i32, at most what the runner was made for.
@@ -103,11 +104,47 @@ class Runner:
         self.close()
 
 
-def tokenize(vocab: ctypes.c_void_p, text: str, special: bool = False) -> np.ndarray:
+class Vocabulary:
+    """A model's tokens, without its weights. Use as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises TwobitError: llama.cpp cannot load it."""
+        set_verbose(False)
+        params = llama_cpp.llama_model_default_params()
+        params.vocab_only = True
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise TwobitError(f"{path}: llama.cpp cannot load it")
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+
+    def __len__(self) -> int:
+        return int(llama_cpp.llama_vocab_n_tokens(self._vocab))
+
+    @property
+    def bos(self) -> int | None:
+        """The token that sequences start with, None if this model has none."""
+        return _bos(self._vocab)
+
+    def tokenize(self, text: str) -> np.ndarray:
+        """(n,) i32, without special tokens."""
+        return tokenize(self._vocab, text)
+
+    def __enter__(self) -> Vocabulary:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        llama_cpp.llama_model_free(self._model)
+
+
+def _bos(vocab: Any) -> int | None:
+    return int(llama_cpp.llama_vocab_bos(vocab)) if llama_cpp.llama_vocab_get_add_bos(vocab) else None
+
+
+def tokenize(vocab: Any, text: str) -> np.ndarray:
     """(n,) i32."""
     data = text.encode("utf-8")
     buffer = (ctypes.c_int32 * (len(data) + 8))()
-    n = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, len(buffer), special, special)
+    n = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, len(buffer), False, False)
     if n < 0:
         raise TwobitError("llama.cpp could not tokenise the text")
     return np.array(buffer[:n], np.int32)

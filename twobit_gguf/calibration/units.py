@@ -1,0 +1,18 @@
+"""Sizes on the command line."""
+
+from __future__ import annotations
+
+import argparse
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def size(text: str) -> int:
+    """Bytes: 4G, 512M, 1.5G or a plain number. For argparse's type=."""
+    number, unit = (text[:-1], _UNITS.get(text[-1:].upper())) if text[-1:].isalpha() else (text, 1)
+    try:
+        if unit is None or not 0 < float(number) < float("inf"):
+            raise ValueError
+        return int(float(number) * unit)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 4G or 512M") from None
