@@ -89,7 +89,8 @@ def lib() -> Any:
     try:
         return ffi.dlopen(str(path), ffi.RTLD_NOW | ffi.RTLD_LOCAL)
     except OSError as error:
-        raise NativeError(f"{path}: {error}") from None
+        reason = str(error).split(".  Additionally")[0].split("': ", 1)[-1]  # without cffi's advice on ctypes
+        raise NativeError(f"cannot load the plugin: {reason}") from None
 
 
 def last_error() -> str:

@@ -29,7 +29,6 @@ from .speculative import SpeculationOptions, SpeculationStats, Speculator
 
 Mode = Literal["speculative", "full", "draft"]
 
-_MAX_ROOTS = 8  # pending tokens that join a verification; more are evaluated before it
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
 
@@ -49,7 +48,7 @@ class Llama(llama_cpp.Llama):
         verify_checksums: compare the checksum of every pair while loading.
         rpc_servers: "host:port,…": ggml RPC servers whose devices join.
         n_threads: as in llama_cpp.Llama, but all physical cores by default.
-        **kwargs: of llama_cpp.Llama.
+        **kwargs: of llama_cpp.Llama. flash_attn is on by default: speculative greedy text is then the very text of full mode.
 
     Raises:
         TwobitError: the file is damaged or the residual belongs to another model; the plugin is missing; one line.
@@ -109,6 +108,9 @@ class Llama(llama_cpp.Llama):
         advice = plugin.memory_advice(_ram_bytes(self.paired), mlock=mlock_residual)
         if advice:
             print(f"twobit: {model_path}: {advice}", file=sys.stderr)
+        # With flash attention every query is computed alike, whatever the width of the batch and the branches in the cache: without it
+        # speculation would change the last digits, and now and then a token.
+        kwargs.setdefault("flash_attn", True)
         with attached(self.paired, populate=populate, mlock=mlock_residual, verify=verify_checksums, weights=not kwargs.get("vocab_only")):
             super().__init__(model_path, n_gpu_layers=n_gpu_layers, n_threads=n_threads or physical_cores(), **kwargs)
 
@@ -236,19 +238,17 @@ class Llama(llama_cpp.Llama):
         if first is None:
             return
         self._engine().stats.tokens += 1
-        sent = yield first
+        yield first  # what is sent in would be a draft in llama_cpp.Llama; we have our own
         stopping = _GENERATE.bind(self, tokens, *args, **kwargs).arguments.get("stopping_criteria")
-        yield from self._speculate([first, *(sent or ())], stopping)
+        yield from self._speculate(first, stopping)
 
-    def _speculate(self, roots: list[int], stopping: Any) -> Generator[int, Sequence[int] | None, None]:
-        """Goes on behind `roots`, tokens of the text that have not been evaluated."""
+    def _speculate(self, token: int, stopping: Any) -> Generator[int, Sequence[int] | None, None]:
+        """Goes on behind `token`, which has been drawn and not yet evaluated."""
         engine, stats, sampler = self._engine(), self._engine().stats, self._sampler
         assert sampler is not None
+        roots = [token]
         try:
             while True:
-                if len(roots) > _MAX_ROOTS:
-                    self.eval(roots[:-1])
-                    roots = roots[-1:]
                 step = engine.step(roots, self.n_tokens)
                 for root in roots:
                     self._append(root)
@@ -260,18 +260,19 @@ class Llama(llama_cpp.Llama):
                     stats.seconds["sample"] += time.perf_counter() - begin
                     stats.tokens += 1
                     if stopping is not None and stopping(self._input_ids, engine.logits(step).copy()):
+                        off_trunk = engine.settle()
+                        self.n_tokens -= len(off_trunk)
+                        if off_trunk:
+                            self.eval(off_trunk)  # llama_cpp.Llama asks the criteria again, about the text as it is then
                         return
-                    sent = yield token
-                    if not engine.sampled(step, token, follow=not sent):
+                    yield token
+                    if not engine.sampled(step, token):
                         break
                     self._append(token)
                 off_trunk = engine.settle()
                 self.n_tokens -= len(off_trunk)
                 self._requires_eval = True
                 roots = [*off_trunk, token]
-                if sent:
-                    self.eval([*roots, *sent[:-1]])
-                    roots = [sent[-1]]
         finally:
             self._settle()
 

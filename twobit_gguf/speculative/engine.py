@@ -51,6 +51,7 @@ class Step:
     acceptance: Acceptance
     trunk: list[int]
     n_sequences: int
+    rows: list[int]  # of each node in the verifier's batch
     seconds: float = 0.0  # drafting and verifying
     speculative: bool = False  # False: a plain step, nothing was drafted
     path: list[int] = field(default_factory=list)  # nodes accepted so far
@@ -66,7 +67,7 @@ class Step:
     @property
     def row(self) -> int:
         """Its row in the verifier's batch."""
-        return self.n_roots + self.node if self.node != ROOT else self.n_roots - 1
+        return self.rows[self.node] if self.node != ROOT else self.n_roots - 1
 
 
 class Speculator:
@@ -115,8 +116,6 @@ class Speculator:
             DecodeError: the context is full, or llama.cpp fails.
         """
         self.settle()
-        if len(roots) > self._widest:
-            raise ValueError(f"{len(roots)} roots; evaluate all but the last first")
         if self.options.adaptive and self.costs is None:
             self._measure(roots, n_past)
         begin = time.perf_counter()
@@ -145,7 +144,7 @@ class Speculator:
         self.stats.plain_steps += not step.speculative
         return step
 
-    def sampled(self, step: Step, token: int, *, follow: bool = True) -> bool:
+    def sampled(self, step: Step, token: int) -> bool:
         """Tells which token was sampled at step.node. True: it was drafted, and step.node is now its node; False: the step is over."""
         step.n_sampled += 1
         for child in step.tree.children.get(step.node, ()):
@@ -153,7 +152,7 @@ class Speculator:
             step.acceptance.observe(candidate.rank, candidate.p, candidate.token == token)
         following = step.tree.child(step.node, token)
         step.over = following is None
-        if following is None or not follow or not step.open:
+        if following is None or not step.open:
             return False
         step.path.append(following)
         self.stats.accepted += 1
@@ -225,9 +224,11 @@ class Speculator:
         for i, token in enumerate(roots):
             self._batch.add(token, n_past + i, everyone, i == len(roots) - 1)
         first = n_past + len(roots) - 1
-        for node, token in enumerate(tree.tokens):
-            self._batch.add(token, first + tree.depths[node], sequences[node])
-        step = Step(n_past, len(roots), tree, acceptance, trunk, n_sequences)
+        rows = [0] * len(tree)
+        on_trunk = set(trunk)  # its cells come first, so that they leave no gap when the others are gone
+        for node in (*trunk, *(node for node in range(len(tree)) if node not in on_trunk)):
+            rows[node] = self._batch.add(tree.tokens[node], first + tree.depths[node], sequences[node])
+        step = Step(n_past, len(roots), tree, acceptance, trunk, n_sequences, rows)
         self._step = step
         try:
             with plugin.mode("full"):

@@ -1,0 +1,421 @@
+"""Speculation gives the verifier's text: token for token where it is greedy, in distribution where it samples."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+from scipy.stats import chi2_contingency
+
+from twobit_gguf import Llama, SpeculationOptions, TwobitError, plugin
+from twobit_gguf.speculative.acceptance import Acceptance
+from twobit_gguf.speculative.candidates import TopCandidates
+from twobit_gguf.speculative.costs import KNOTS, Costs, Rate, load, save
+from twobit_gguf.speculative.engine import _sequences
+from twobit_gguf.speculative.tree import ROOT, Candidate, DraftTree
+
+SHAPES = ("chain", "comb", "tree")
+DRAWS = int(os.environ.get("TWOBIT_TEST_DRAWS", "1500"))  # the full test of the distribution takes 200000
+NEAR_TIE = 0.1  # between the best two logits; ggml rounds differently for batches of different widths
+
+PROMPTS = (
+    "Once upon a time", "def fibonacci(n):", "The capital of France is", "In the beginning", "import numpy as np\n",
+    "She opened the door and", "The three laws of", "A recipe for bread:", "class Stack:\n", "The weather today",
+    "Dear Sir or Madam,", "1, 2, 3, 4,", "To be or not to be", "The mitochondria", "for i in range(10):",
+    "It was a dark night", "Newton discovered", "SELECT name FROM", "The best way to learn", "Water boils at",
+)  # fmt: skip
+
+
+def fixed(shape: str, **changes: Any) -> SpeculationOptions:
+    """Always drafts, so that a test does not depend on this machine's costs."""
+    options = {"shape": shape, "adaptive": False, "max_depth": 6, "max_nodes": 12, "expand": 0.02, "leaf": 0.01}
+    return SpeculationOptions(**{**options, **changes})
+
+
+def load_model(path: Path, **options: Any) -> Llama:
+    return Llama(str(path), **{"n_ctx": 512, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1, **options})
+
+
+def greedy(model: Llama, prompt: str, count: int) -> list[int]:
+    return list(itertools.islice(model.generate(model.tokenize(prompt.encode()), temp=0.0), count))
+
+
+@pytest.fixture(scope="module")
+def tiny(paired_tiny: Callable[[str], Path]) -> Iterator[Callable[..., Llama]]:
+    """tiny(name, **options): models that are freed at the end."""
+    models: list[Llama] = []
+
+    def get(name: str = "llama", **options: Any) -> Llama:
+        models.append(load_model(paired_tiny(name), **options))
+        return models[-1]
+
+    yield get
+    for model in models:
+        model.close()
+
+
+def gap_at(model: Llama, prompt: str, tokens: Sequence[int]) -> float:
+    """Difference of the best two logits of the plain run behind prompt and tokens."""
+    model.reset()
+    model.eval([*model.tokenize(prompt.encode()), *tokens])
+    logits = np.ctypeslib.as_array(model._ctx.get_logits_ith(-1), shape=(model.n_vocab(),))
+    best = np.sort(logits)[-2:]
+    return float(best[1] - best[0])
+
+
+def compare(full: Llama, speculative: Llama, prompts: Sequence[str], count: int, near_tie: float = NEAR_TIE) -> int:
+    """Greedy texts of both; a difference must begin at a near tie. Returns how many do."""
+    ties = 0
+    for prompt in prompts:
+        expected, found = greedy(full, prompt, count), greedy(speculative, prompt, count)
+        if expected == found:
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
+        gap = gap_at(full, prompt, expected[:at])
+        assert gap < near_tie, f"{prompt!r}: token {at} differs, {expected[at]} and {found[at]}, and the best two are {gap:.3f} apart"
+        ties += 1
+    return ties
+
+
+# ---- the same text ----
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_is_full_mode(shape: str, tiny: Callable[..., Llama]) -> None:
+    full, speculative = tiny(mode="full"), tiny(speculation=fixed(shape))
+    ties = compare(full, speculative, PROMPTS, 100)
+    stats = speculative.speculation_stats
+    print(f"{shape}: {ties} of {len(PROMPTS)} texts parted at a near tie, {stats.tokens_per_verification:.2f} tokens per verification")
+    assert ties == 0  # by construction: flash attention, the CPU's reference paths, cells in the order of their positions
+    assert stats.accepted > 100 and stats.tokens_per_verification > 1.1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_behind_512_cells(shape: str, tiny: Callable[..., Llama]) -> None:
+    """From there on ggml would split the attention of a single query over threads."""
+    full, speculative = tiny(mode="full", n_ctx=1024), tiny(n_ctx=1024, speculation=fixed(shape))
+    assert compare(full, speculative, ["".join(PROMPTS) * 2], 120) == 0
+    assert full.n_tokens > 512
+
+
+def test_logits_do_not_depend_on_the_width(tiny: Callable[..., Llama]) -> None:
+    """The reason: bit-identical logits for 1 to 32 tokens at once."""
+    model = tiny(mode="full", logits_all=True)
+    tokens = [37 * i % 300 for i in range(96)]
+
+    def logits(width: int) -> np.ndarray:
+        model.reset()
+        for i in range(0, len(tokens), width):
+            model.eval(tokens[i : i + width])
+        return model.scores[: len(tokens)].copy()
+
+    one_by_one = logits(1)
+    for width in (2, 7, 8, 16, 31, 32):
+        np.testing.assert_array_equal(logits(width), one_by_one)
+
+
+@pytest.mark.parametrize("name", ["llama-320", "qwen2", "gemma3", "moe"])
+def test_greedy_on_other_architectures(name: str, tiny: Callable[..., Llama]) -> None:
+    full, speculative = tiny(name, mode="full"), tiny(name, speculation=fixed("comb"))
+    # experts: the router is an F32 matmul, whose rounding depends on the width, and a random router's choices are easily turned
+    ties = compare(full, speculative, PROMPTS[:4], 50, near_tie=0.5 if name == "moe" else 0.0)
+    print(f"{name}: {ties} of 4 texts parted at a near tie")
+    assert speculative.speculation_stats.drafted > 50
+
+
+def test_greedy_on_smollm2(paired_smollm2: Path) -> None:
+    """TWOBIT_TEST_PROMPTS=20 TWOBIT_TEST_TOKENS=100 is the full test."""
+    n_prompts, n_tokens = int(os.environ.get("TWOBIT_TEST_PROMPTS", "3")), int(os.environ.get("TWOBIT_TEST_TOKENS", "24"))
+    full, speculative = load_model(paired_smollm2, mode="full"), load_model(paired_smollm2, speculation=fixed("comb", max_depth=2))
+    try:
+        ties = compare(full, speculative, PROMPTS[:n_prompts], n_tokens)
+        stats = speculative.speculation_stats
+        print(f"SmolLM2: {ties} of {n_prompts} texts parted at a near tie, {stats.tokens_per_verification:.2f} tokens per verification")
+        assert stats.drafted > 0
+    finally:
+        full.close()
+        speculative.close()
+
+
+def test_prompt_lookup_follows_repetition(tiny: Callable[..., Llama]) -> None:
+    full, speculative = tiny(mode="full"), tiny(speculation=fixed("chain", lookup=2, leaf=0.0))
+    assert compare(full, speculative, PROMPTS[:5], 150) <= 5
+    assert speculative.speculation_stats.accepted > 0
+
+
+# ---- the same distribution ----
+
+KINDS: dict[str, dict[str, Any]] = {
+    "temperature": {"temp": 1.0, "top_k": 4, "top_p": 1.0, "min_p": 0.0},
+    "top-p": {"temp": 0.9, "top_k": 5, "top_p": 0.8, "min_p": 0.0},
+    "min-p": {"temp": 1.3, "top_k": 5, "top_p": 1.0, "min_p": 0.15},
+    "penalties": {"temp": 1.0, "top_k": 4, "repeat_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", ["chain", "comb"])
+def test_sampling_has_the_same_distribution(kind: str, shape: str, tiny: Callable[..., Llama]) -> None:
+    """Joint distribution of three tokens, a few thousand draws of each kind, by a chi-square test of homogeneity."""
+
+    def draw(model: Llama, first_seed: int) -> Counter[tuple[int, ...]]:
+        prompt = model.tokenize(b"ab")
+        counts: Counter[tuple[int, ...]] = Counter()
+        for seed in range(first_seed, first_seed + DRAWS):
+            model.set_seed(seed)
+            counts[tuple(itertools.islice(model.generate(prompt, **KINDS[kind]), 3))] += 1
+        return counts
+
+    plain = draw(tiny(mode="full", n_ctx=64), 1)
+    speculative = draw(tiny(n_ctx=64, speculation=fixed(shape, max_depth=2, max_nodes=6)), 10**6)
+    table = np.array([(plain[t], speculative[t]) for t in {*plain, *speculative}])
+    rare = table.sum(axis=1) < 10
+    table = np.vstack([table[~rare], table[rare].sum(axis=0)]) if rare.any() else table
+    table = table[table.sum(axis=1) > 0]
+    assert len(table) > 5, "too few outcomes to compare"
+    result = chi2_contingency(table)
+    print(f"{kind}, {shape}: chi-square {result.statistic:.1f} at {result.dof} degrees of freedom, p = {result.pvalue:.3f}")
+    assert result.pvalue > 1e-4
+
+
+def test_a_seed_gives_one_text(tiny: Callable[..., Llama]) -> None:
+    model = tiny(speculation=fixed("comb"))
+    texts = {model("in the other", max_tokens=30, temperature=0.8, seed=7)["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) == 1
+
+
+# ---- llama_cpp's faces ----
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_streaming_stop_and_limits(shape: str, tiny: Callable[..., Llama]) -> None:
+    full, speculative = tiny(mode="full"), tiny(speculation=fixed(shape))
+    text = full("Once upon", max_tokens=40, temperature=0)["choices"][0]["text"]
+    stop = text[len(text) // 2 :][:2]
+    for options in ({"max_tokens": 17}, {"max_tokens": 40, "stop": [stop]}, {"max_tokens": 1}, {"max_tokens": 40, "echo": True}):
+        expected = full("Once upon", temperature=0, **options)
+        assert speculative("Once upon", temperature=0, **options)["choices"] == expected["choices"]
+        pieces = [chunk["choices"][0]["text"] for chunk in speculative("Once upon", temperature=0, stream=True, **options)]
+        plain_pieces = [chunk["choices"][0]["text"] for chunk in full("Once upon", temperature=0, stream=True, **options)]
+        assert pieces == plain_pieces
+
+
+def test_grammar_bias_processors_and_logprobs(tiny: Callable[..., Llama]) -> None:
+    full, speculative = tiny(mode="full", logits_all=True), tiny(speculation=fixed("comb"), logits_all=True)
+    seen: dict[str, list[list[int]]] = {"full": [], "speculative": []}
+
+    def recorder(name: str) -> Any:
+        def processor(ids: np.ndarray, scores: np.ndarray) -> np.ndarray:
+            seen[name].append(ids.tolist())
+            scores = scores.copy()
+            scores[ids[-1]] -= 5  # no token twice in a row
+            return scores
+
+        return llama_cpp.LogitsProcessorList([processor])
+
+    for model, name in ((full, "full"), (speculative, "speculative")):
+        model("in the", max_tokens=20, temperature=0, logits_processor=recorder(name))
+    assert seen["full"] == seen["speculative"]  # every processor sees the verified text and nothing of the draft
+
+    grammar = llama_cpp.LlamaGrammar.from_string('root ::= ("w" [0-9]+ " ")+', verbose=False)
+    for options in ({"grammar": grammar}, {"logit_bias": {260: 8.0, 261: 8.0}}, {"repeat_penalty": 1.3}, {"mirostat_mode": 2, "seed": 3}):
+        temperature = 0.8 if "seed" in options else 0
+        expected = full("in the", max_tokens=24, temperature=temperature, logprobs=3, **options)["choices"][0]
+        found = speculative("in the", max_tokens=24, temperature=temperature, logprobs=3, **options)["choices"][0]
+        assert found["text"] == expected["text"]
+        assert found["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+        np.testing.assert_allclose(found["logprobs"]["token_logprobs"], expected["logprobs"]["token_logprobs"], atol=0.2)
+
+
+def test_stopping_criteria(tiny: Callable[..., Llama]) -> None:
+    full, speculative = tiny(mode="full"), tiny(speculation=fixed("comb"))
+
+    def run(model: Llama) -> tuple[str, list[int]]:
+        lengths: list[int] = []
+
+        def enough(ids: np.ndarray, logits: np.ndarray) -> bool:
+            lengths.append(len(ids))
+            assert logits.shape == (model.n_vocab(),)
+            return len(ids) >= 20
+
+        text = model("in the", max_tokens=60, temperature=0, stopping_criteria=llama_cpp.StoppingCriteriaList([enough]))
+        return text["choices"][0]["text"], lengths
+
+    assert run(speculative) == run(full)
+
+
+def test_state_saved_in_the_middle(tiny: Callable[..., Llama]) -> None:
+    model = tiny(speculation=fixed("comb"))
+    prompt = model.tokenize(b"in the")
+    expected = list(itertools.islice(model.generate(prompt, temp=0.0), 40))
+    generator = model.generate(prompt, temp=0.0)
+    begin = list(itertools.islice(generator, 15))
+    state = model.save_state()
+    generator.close()
+    model("something else", max_tokens=10)
+    model.load_state(state)
+    # the last token drawn has not been evaluated
+    rest = list(itertools.islice(model.generate([*prompt, *begin], temp=0.0), 25))
+    assert begin + rest == expected
+
+
+def test_generators_of_two_models_alternate(tiny: Callable[..., Llama]) -> None:
+    one, other = tiny(speculation=fixed("comb")), tiny("qwen2", speculation=fixed("tree"))
+    expected = [greedy(one, "in the", 40), greedy(other, "in the", 40)]
+    pair = zip(one.generate(one.tokenize(b"in the"), temp=0.0), other.generate(other.tokenize(b"in the"), temp=0.0), strict=False)
+    found = list(itertools.islice(pair, 40))
+    assert [list(tokens) for tokens in zip(*found, strict=True)] == expected
+
+
+def test_a_full_context_ends_as_in_llama_cpp(tiny: Callable[..., Llama]) -> None:
+    def run(model: Llama) -> tuple[list[int], str]:
+        tokens: list[int] = []
+        with pytest.raises(RuntimeError) as error:
+            for token in model.generate(model.tokenize(b"in the"), temp=0.0):
+                tokens.append(token)
+        return tokens, str(error.value)
+
+    expected = run(tiny(mode="full", n_ctx=256))
+    for shape in SHAPES:
+        model = tiny(n_ctx=256, speculation=fixed(shape))
+        tokens, message = run(model)
+        assert (len(tokens), message) == (len(expected[0]), expected[1])
+        assert model("in the", max_tokens=5, temperature=0)["choices"][0]["text"]  # and it goes on
+
+
+def test_long_run_leaves_no_cell_behind(tiny: Callable[..., Llama]) -> None:
+    """Texts that slide through a small context: after every token the cache must end where we say."""
+    model = tiny(n_ctx=256, speculation=fixed("comb"))
+    text = model.tokenize(b"in the other one")
+    for _ in range(10):
+        generator = model.generate(text[-100:], temp=0.0)
+        for token in itertools.islice(generator, 150):
+            text.append(token)
+        generator.close()
+        assert model._engine().n_past == model.n_tokens
+        memory = llama_cpp.llama_get_memory(model.ctx)
+        assert all(llama_cpp.llama_memory_seq_pos_max(memory, seq) == -1 for seq in range(1, fixed("comb").n_seq))
+
+
+# ---- it must pay ----
+
+
+def test_drafting_that_does_not_pay_stops(tiny: Callable[..., Llama]) -> None:
+    model = tiny(speculation=SpeculationOptions(shape="comb"))
+    engine = model._engine()
+    engine.costs = Costs(1.0, [1.0] * len(KNOTS))  # a draft pass as dear as a verification
+    greedy(model, "in the", 150)
+    assert model.speculation_stats.plain_steps > 130
+
+
+def test_drafting_that_is_free_goes_deep(tiny: Callable[..., Llama]) -> None:
+    model = tiny(speculation=SpeculationOptions(shape="comb"))
+    engine = model._engine()
+    engine.costs = Costs(1e-9, [1.0] * len(KNOTS))
+    engine.costs.saw_draft = engine.costs.saw_verify = lambda *_: None  # type: ignore[method-assign]
+    greedy(model, "in the", 150)
+    assert model.speculation_stats.drafted > 5 * model.speculation_stats.verifications
+
+
+def test_costs_are_measured_once_and_kept(tiny: Callable[..., Llama], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, second = tiny(), tiny()
+    greedy(first, "in the", 5)
+    assert first.speculation_stats.seconds["measure"] > 0 and list((tmp_path / "twobit").iterdir())
+    greedy(second, "in the", 5)
+    assert second.speculation_stats.seconds["measure"] == 0
+    assert second.speculation_costs is not None
+
+
+# ---- parts ----
+
+
+def test_costs() -> None:
+    costs = Costs(0.3, [1.0, 1.1, 1.2, 1.4, 2.0, 4.0])
+    assert costs.verify(1) == 1.0 and costs.verify(3) == pytest.approx(1.15) and costs.verify(33) > 4.0
+    assert costs.verify_more(8) == pytest.approx(0.075)
+    for _ in range(200):
+        costs.saw_verify(8, 2.8)
+    assert costs.verify(8) == pytest.approx(2.8, rel=0.01)
+    with pytest.raises(ValueError, match="positive"):
+        Costs(0.3, [1.0] * 5 + [0.0])
+
+
+def test_cost_cache_survives_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load("key") is None
+    save("key", Costs(0.5, range(1, 7)))
+    loaded = load("key")
+    assert loaded is not None and loaded.draft == 0.5 and loaded.verify(32) == 6
+    (file,) = (tmp_path / "twobit").iterdir()
+    file.write_text('{"key": "key", "draft": "x"')
+    assert load("key") is None
+
+
+def test_rate_pauses_and_comes_back() -> None:
+    rate = Rate()
+    for _ in range(4):
+        assert rate.should_speculate()
+        rate.saw_step(1, 2.0, plain=1.0)  # half as fast as plain decoding
+    pause = 0
+    while not rate.should_speculate():
+        pause += 1
+    assert pause >= 20
+    for _ in range(40):
+        rate.saw_step(3, 1.0, plain=1.0)
+        assert rate.should_speculate()
+    assert rate.price(1.0) == pytest.approx(3.0)
+
+
+def test_acceptance_learns() -> None:
+    acceptance = Acceptance()
+    assert acceptance.chance(0, 0.45) == pytest.approx(0.45)
+    for i in range(300):
+        acceptance.observe(0, 0.45, i % 10 < 7)
+    assert acceptance.chance(0, 0.45) == pytest.approx(0.7, abs=0.03)
+    assert acceptance.chance(1, 0.45) == pytest.approx(0.45)
+
+
+def test_candidates() -> None:
+    logits = np.full(1000, -20.0, np.float32)
+    logits[[3, 500, 999]] = (5.0, 5.0, 4.0)
+    found = TopCandidates(1000)(logits, 3, 0.02)
+    assert [c.token for c in found] == [3, 500, 999] and [c.rank for c in found] == [0, 1, 2]
+    assert found[0].p == pytest.approx(1 / (2 + np.exp(-1)), rel=1e-4)
+    assert TopCandidates(1000)(np.full(1000, np.nan, np.float32), 3, 0.02) == []
+
+
+def test_sequences_of_a_tree() -> None:
+    """root - a - b - c, with d beside b and e beside a: the trunk is sequence 0, each other leaf has one, inner nodes have all below."""
+    tree = DraftTree()
+    a = tree.add(ROOT, Candidate(1, 0, 0.9), 0.9)
+    b = tree.add(a, Candidate(2, 0, 0.9), 0.8)
+    c = tree.add(b, Candidate(3, 0, 0.9), 0.7)
+    d = tree.add(a, Candidate(4, 1, 0.1), 0.1)
+    e = tree.add(ROOT, Candidate(5, 1, 0.1), 0.1)
+    assert tree.trunk() == [a, b, c]
+    assert _sequences(tree, tree.trunk()) == [[0, 1], [0], [0], [1], [2]]
+    assert tree.child(a, 4) == d and tree.child(ROOT, 5) == e and tree.child(c, 1) is None
+
+
+@pytest.mark.parametrize("wrong", [{"shape": "bush"}, {"max_nodes": 32}, {"max_depth": 0}, {"lookup": -1}])
+def test_options_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TwobitError):
+        SpeculationOptions(**wrong)
+
+
+def test_mode_is_left_as_it_was(tiny: Callable[..., Llama]) -> None:
+    from twobit_gguf import _native
+
+    before = _native.lib().twobit_get_mode()
+    greedy(tiny(speculation=fixed("comb")), "in the", 10)
+    with pytest.raises(RuntimeError, match="inside"), plugin.mode("draft"):
+        raise RuntimeError("inside")
+    assert _native.lib().twobit_get_mode() == before
