@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import struct
@@ -491,6 +492,9 @@ def test_eval(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path,
     assert evaluate.main([*command, "--beside", "q8_0", "--acceptance", "chain8", "--prompts", "2", "--acceptance-tokens", "12"]) == 0
     result = json.loads(capsys.readouterr().out)
     rows = result["rows"]
+    if importlib.util.find_spec("matplotlib"):
+        evaluate.plot(result, tmp_path / "plot.png")
+        assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     kld = {name: row["kld"]["mean"] for name, row in rows.items()}
     assert rows["verify"]["tokens"] == 2 * 255
     assert kld["reference"] < 1e-6 < kld["verify weights"] < kld["draft"] and kld["verify"] < kld["draft"] and kld["q8_0"] < kld["draft"]

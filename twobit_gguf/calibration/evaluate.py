@@ -130,6 +130,34 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def plot(result: dict[str, Any], path: Path) -> None:
+    """KLD against the bits that a step of decoding reads from RAM, as an image.
+
+    Raises:
+        TwobitError: matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise TwobitError(f"{path}: plots need matplotlib; pip install 'twobit-gguf[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name, row in result["rows"].items():
+        if name == "reference":
+            continue
+        axes.errorbar(row["ram_bits"], row["kld"]["mean"], yerr=row["kld"]["stderr"], fmt="o", capsize=3)
+        axes.annotate(name, (row["ram_bits"], row["kld"]["mean"]), textcoords="offset points", xytext=(6, 4), fontsize=8)
+    axes.set_yscale("log")
+    axes.set_xlabel("bits a weight read from RAM for each step of decoding")
+    axes.set_ylabel("mean KL divergence to the reference, nats")
+    axes.set_title(Path(result["model"]).name)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="twobit eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="FILE", help="a paired GGUF")
@@ -145,6 +173,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--acceptance-tokens", type=int, default=96, help="generated behind each prompt (default: %(default)s)")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--tmp", type=Path, metavar="FOLDER", help="for temporary files (default: beside FILE)")
+    parser.add_argument("--plot", type=Path, metavar="IMAGE", help="write a plot of KLD against bits in RAM")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     if args.sequences < 1 or not 1 <= args.prompts <= len(acceptance.PROMPTS) or args.acceptance_tokens < 1:
@@ -157,6 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     try:
         result = evaluate(args)
+        if args.plot:
+            plot(result, args.plot)
     except (TwobitError, NativeError, ValueError) as error:
         print(f"twobit eval: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
