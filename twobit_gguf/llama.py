@@ -15,7 +15,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -111,8 +111,11 @@ class Llama(llama_cpp.Llama):
         # With flash attention every query is computed alike, whatever the width of the batch and the branches in the cache: without it
         # speculation would change the last digits, and now and then a token.
         kwargs.setdefault("flash_attn", True)
-        with attached(self.paired, populate=populate, mlock=mlock_residual, verify=verify_checksums, weights=not kwargs.get("vocab_only")):
+        weights = not kwargs.get("vocab_only")
+        with attached(self.paired, populate=populate, mlock=mlock_residual, verify=verify_checksums, weights=weights):
             super().__init__(model_path, n_gpu_layers=n_gpu_layers, n_threads=n_threads or physical_cores(), **kwargs)
+        if weights and verify_checksums and not self.context_params.embeddings:
+            self._check_weights()
 
     # ---- what llama_cpp.Llama's constructor makes, adjusted on the way ----
 
@@ -172,10 +175,25 @@ class Llama(llama_cpp.Llama):
         costs = self._speculator.costs if self._speculator is not None else None
         return costs.to_dict() if costs is not None else None
 
-    def _decoding(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """Around a decode: the mode, and the plugin's reason if it fails."""
         if self.paired is None:
-            return contextlib.nullcontext()
-        return plugin.mode("draft" if self._mode == "draft" else "full")
+            yield
+            return
+        with plugin.mode("draft" if self._mode == "draft" else "full"), self._reasons():
+            yield
+
+    @contextlib.contextmanager
+    def _reasons(self) -> Iterator[None]:
+        """Puts the plugin's own line in the place of llama_decode's bare code."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = _native.last_error()
+            if self.paired is None or self.paired.path.name not in reason or isinstance(error, _native.NativeError):
+                raise
+            raise _native.NativeError(reason) from error
 
     # ---- llama_cpp.Llama's calls that decode or move the state ----
 
@@ -184,6 +202,16 @@ class Llama(llama_cpp.Llama):
         self._settle()
         with self._decoding():
             super().eval(tokens)
+
+    def _check_weights(self) -> None:
+        """One decode: what llama.cpp maps rather than reads has its checksums compared at its first use."""
+        try:
+            self.eval([max(self.token_bos(), 0)])
+        except RuntimeError:
+            self.close()
+            raise
+        self._ctx.kv_cache_clear()
+        self.reset()
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """Embeddings of the full model (of the base in draft mode); the model must be loaded with embedding=True."""
@@ -249,7 +277,8 @@ class Llama(llama_cpp.Llama):
         roots = [token]
         try:
             while True:
-                step = engine.step(roots, self.n_tokens)
+                with self._reasons():
+                    step = engine.step(roots, self.n_tokens)
                 for root in roots:
                     self._append(root)
                 while True:
@@ -347,7 +376,9 @@ def open_if_paired(model_path: str, residual_path: str | None = None) -> PairedF
 
 
 @contextlib.contextmanager
-def attached(paired: PairedFile, *, populate: bool = False, mlock: bool = False, verify: bool = True, weights: bool = True) -> Any:
+def attached(
+    paired: PairedFile, *, populate: bool = False, mlock: bool = False, verify: bool = True, weights: bool = True
+) -> Iterator[None]:
     """Around the load of a paired file: tells the plugin where the residual is, and complains if any pair was not taken."""
     residual = None if paired.residual_path == paired.path else paired.residual_path
     before = plugin.counters().pairs_alive
