@@ -61,7 +61,7 @@ class Counters:
 def _ggml() -> Any:
     """ggml's functions out of the libggml that llama_cpp has already loaded.
 
-    They are looked up through libllama's handle: opening libggml by its path again would load a second copy with a device registry of its own.
+    They are looked up through libllama's handle: opening libggml by its path again would load a second copy, with devices of its own.
     """
     from llama_cpp.llama_cpp import _lib
 
