@@ -1,5 +1,6 @@
 // test_kernels.cpp: every kernel set that runs here against the scalar one, bit for bit. Exit status 0 if all agree.
 
+#include "kernels/base.h"
 #include "kernels/f16.h"
 #include "kernels/kernels.h"
 #include "kernels/packing.h"
@@ -107,6 +108,7 @@ static float draw(int input) {
 struct result {
     std::vector<int8_t>  q;
     std::vector<int32_t> sums;
+    std::vector<int16_t> sums16;
     std::vector<float>   scales;
     std::vector<float>   y; // (token, rows + 1): one value behind each row that must stay as it is
 };
@@ -136,6 +138,7 @@ static result multiply(const struct tb_kernels * k, const struct tb_matrix & m, 
     }
     r.q.assign(acts.q, acts.q + n_tokens * m.cols);
     r.sums.assign(acts.sums, acts.sums + n_tokens * groups);
+    r.sums16.assign(acts.sums16, acts.sums16 + n_tokens * groups * 4);
     r.scales.assign(acts.scales, acts.scales + n_tokens * groups);
     return r;
 }
@@ -167,7 +170,7 @@ static void check_product(const std::vector<const struct tb_kernels *> & sets, i
     }
     for (const struct tb_kernels * k : sets) {
         const result r = multiply(k, m, xs, n_tokens, 1);
-        check(r.q == expected.q && r.sums == expected.sums && same(r.scales, expected.scales), name + k->name + ": activations");
+        check(r.q == expected.q && r.sums == expected.sums && r.sums16 == expected.sums16 && same(r.scales, expected.scales), name + k->name + ": activations");
         check(same(r.y, expected.y), name + k->name + ": result");
         if (tb_n_tiles(rows) > 1) {
             check(same(multiply(k, m, xs, n_tokens, 2).y, expected.y), name + k->name + ": two pieces");
@@ -181,6 +184,109 @@ static void check_product(const std::vector<const struct tb_kernels *> & sets, i
                 check(same(one.y[row], among[row]), name + k->name + ": one token alone");
             }
         }
+    }
+}
+
+// ---- bases ----------------------------------------------------------------------------------------------------------
+
+// random bytes in ggml's layout with sane scales, and the values that they mean
+static std::vector<uint8_t> random_base(int type, int64_t rows, int64_t cols, std::vector<double> & values) {
+    std::vector<uint8_t> bytes;
+    const auto put_half = [&bytes](float f) {
+        const uint16_t h = tb_f32_to_f16(f);
+        bytes.push_back(h & 0xff);
+        bytes.push_back(h >> 8);
+        return (double) tb_f16_to_f32(h);
+    };
+    std::normal_distribution<float> normal;
+    values.clear();
+    for (int64_t i = 0; i < rows * cols / (type == TB_BASE_Q2_K ? 256 : 64); i++) {
+        uint8_t raw[80];
+        for (uint8_t & b : raw) {
+            b = (uint8_t) rng();
+        }
+        if (type == TB_BASE_Q2_0) {
+            const double d = put_half(normal(rng));
+            bytes.insert(bytes.end(), raw, raw + 16);
+            for (int k = 0; k < 64; k++) {
+                values.push_back(d * ((raw[k / 4] >> (k % 4 * 2) & 3) - 1));
+            }
+        } else {
+            bytes.insert(bytes.end(), raw, raw + 80);
+            const double d = put_half(normal(rng)), dmin = put_half(normal(rng));
+            for (int k = 0; k < 256; k++) {
+                const int code = raw[16 + k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3;
+                values.push_back(d * (raw[k / 16] & 15) * code - dmin * (raw[k / 16] >> 4));
+            }
+        }
+    }
+    return bytes;
+}
+
+static void check_base(const std::vector<const struct tb_kernels *> & sets, int type, int64_t rows, int64_t cols, int64_t n_tokens, int input) {
+    const int64_t nbytes = tb_base_nbytes(type, rows, cols), tiles = tb_n_tiles(rows), groups = cols / TB_GROUP;
+    const std::string name = "base " + std::to_string(type) + " " + std::to_string(rows) + "x" + std::to_string(cols) + " T=" +
+                             std::to_string(n_tokens) + " input " + std::to_string(input) + ": ";
+    std::vector<double> values;
+    const std::vector<uint8_t> bytes = random_base(type, rows, cols, values);
+    guarded packed(nbytes);
+    tb_base_repack(type, bytes.data(), rows, cols, packed.data, tiles / 2, tiles);
+    tb_base_repack(type, bytes.data(), rows, cols, packed.data, 0, tiles / 2);
+    const struct tb_base base = { packed.data, rows, cols, type };
+
+    const int bits = (int[]){ 4, 5, 6, 8 }[rng() % 4];
+    guarded residual(tb_matrix_nbytes(bits, rows, cols));
+    fill_matrix(residual.data, bits, rows, cols);
+    const struct tb_matrix m = { residual.data, rows, cols, bits, 0.5f };
+
+    std::vector<float> x(n_tokens * cols);
+    std::vector<const float *> xs;
+    for (size_t i = 0; i < x.size(); i++) {
+        x[i] = draw(input);
+    }
+    for (int64_t t = 0; t < n_tokens; t++) {
+        xs.push_back(x.data() + t * cols);
+    }
+    std::vector<uint8_t> scratch(tb_acts_nbytes(n_tokens, cols) + 64);
+    struct tb_acts acts;
+    tb_acts_init(&acts, (void *) (((uintptr_t) scratch.data() + 63) / 64 * 64), n_tokens, cols);
+    std::vector<float> expected(n_tokens * (rows + 1), 7.0f), expected_pair;
+    const auto pointers = [&](std::vector<float> & y) {
+        std::vector<float *> ys;
+        for (int64_t t = 0; t < n_tokens; t++) {
+            ys.push_back(y.data() + t * (rows + 1));
+        }
+        return ys;
+    };
+    const struct tb_kernels * scalar = tb_kernels_by_name("scalar");
+    scalar->quantize(&acts, xs.data(), 0, groups);
+    scalar->mul_base(&base, &acts, pointers(expected).data(), 0, tiles);
+    expected_pair = expected;
+    scalar->mul_add(&m, &acts, pointers(expected_pair).data(), 0, tiles);
+
+    if (input == RANDOM) { // the scalar one against the values that ggml's bytes mean
+        for (int64_t t = 0; t < n_tokens; t++) {
+            for (int64_t row = 0; row < rows; row++) {
+                double sum = 0.0, size = 0.0;
+                for (int64_t k = 0; k < cols; k++) {
+                    const int64_t first = t / TB_TOKENS * TB_TOKENS, width = tb_tile_width(&acts, first);
+                    const int8_t q = acts.q[first * cols + (k / 4 * width + (t - first)) * 4 + k % 4];
+                    const double term = values[row * cols + k] * q * acts.scales[first * groups + k / TB_GROUP * width + (t - first)];
+                    sum += term;
+                    size += std::fabs(term);
+                }
+                check(std::fabs(expected[t * (rows + 1) + row] - sum) <= 1e-6 * size, name + "what ggml's bytes mean");
+            }
+        }
+    }
+    for (const struct tb_kernels * k : sets) {
+        k->quantize(&acts, xs.data(), 0, groups);
+        std::vector<float> y(n_tokens * (rows + 1), 7.0f), pair = y;
+        k->mul_base(&base, &acts, pointers(y).data(), tiles / 2, tiles);
+        k->mul_base(&base, &acts, pointers(y).data(), 0, tiles / 2);
+        check(same(y, expected), name + k->name + ": base");
+        k->mul_pair(&base, &m, &acts, pointers(pair).data(), 0, tiles);
+        check(same(pair, expected_pair), name + k->name + ": base and residual R" + std::to_string(bits));
     }
 }
 
@@ -275,6 +381,18 @@ int main(int argc, char ** argv) {
         }
         check_product(sets, bits, 65, 128, quick ? 33 : 100, RANDOM); // several passes of 32 tokens
     }
+    for (int type : { TB_BASE_Q2_K, TB_BASE_Q2_0 }) {
+        const int64_t unit = type == TB_BASE_Q2_K ? 256 : 64;
+        check(tb_base_nbytes(type, 1, unit / 2) < 0 && tb_base_nbytes(type, 0, unit) < 0, "a base that cannot be");
+        for (int64_t n_tokens = 1; n_tokens <= 40; n_tokens += quick && n_tokens >= 9 ? 11 : 1) {
+            check_base(sets, type, all_rows[rng() % 6], unit * (1 + rng() % (quick ? 3 : 7)), n_tokens, RANDOM);
+        }
+        for (int input = 0; input < N_INPUTS; input++) {
+            check_base(sets, type, 49, 2 * unit, 11, input);
+            check_base(sets, type, 1, unit, 1, input);
+        }
+    }
+    check(tb_base_nbytes(0, 32, 256) < 0, "a base that cannot be");
     printf("%ld checks, %ld failed; sets:", n_checks, n_failures);
     for (const struct tb_kernels * k : sets) {
         printf(" %s", k->name);

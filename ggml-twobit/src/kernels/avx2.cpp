@@ -36,6 +36,8 @@ const struct tb_kernels tb_kernels_avx2 = {
     /* .name     = */ "avx2",
     /* .quantize = */ tb_quantize<avx2>,
     /* .mul_add  = */ tb_mul_add<avx2>,
+    /* .mul_base = */ tb_mul_base<avx2>,
+    /* .mul_pair = */ tb_mul_pair<avx2>,
 };
 
 #endif

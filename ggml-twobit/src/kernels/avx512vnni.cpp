@@ -26,6 +26,13 @@ struct avx512vnni : tb_x86 {
     static inline I flip(I v) { return v; }
     static inline I set(int32_t i) { return _mm512_set1_epi32(i); }
 
+    static inline I multiples(I scales) { return _mm512_mullo_epi32(_mm512_and_si512(scales, set(15)), set(0x03020100)); }
+    static inline I row_index() { return _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)); }
+    static inline I lookup(I table, I index) { return _mm512_shuffle_epi8(table, index); }
+    template <int N> static inline I shr32(I v) { return _mm512_srli_epi32(v, N); }
+    static inline I mask32(I v, int bits) { return _mm512_and_si512(v, set(bits)); }
+    static inline I dot16(I sums, I m, int32_t x) { return _mm512_dpwssd_epi32(sums, m, set(x)); }
+
     template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x, int) {
         static_assert(N == 1, "one step at a time");
         return _mm512_dpbusd_epi32(sums, w[0], _mm512_set1_epi32(x[0]));
@@ -46,6 +53,17 @@ struct avx512vnni : tb_x86 {
         _mm512_store_ps(y, _mm512_fmadd_ps(c, _mm512_load_ps(ws), _mm512_load_ps(y)));
     }
 
+    static inline void subtract(float * y, I sums, float s, const float * ws) {
+        const __m512 c = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(s));
+        _mm512_store_ps(y, _mm512_fnmadd_ps(c, _mm512_load_ps(ws), _mm512_load_ps(y)));
+    }
+
+    static inline void from_f16(const uint8_t * src, int n, float * ws) {
+        for (int i = 0; i < n; i += LANES) {
+            _mm512_store_ps(ws + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) (src + 2 * i))));
+        }
+    }
+
     static inline void add(float * out, float factor, const float * y) {
         _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_set1_ps(factor), _mm512_load_ps(y), _mm512_loadu_ps(out)));
     }
@@ -58,6 +76,8 @@ const struct tb_kernels tb_kernels_avx512vnni = {
     /* .name     = */ "avx512vnni",
     /* .quantize = */ tb_quantize<avx512vnni>,
     /* .mul_add  = */ tb_mul_add<avx512vnni>,
+    /* .mul_base = */ tb_mul_base<avx512vnni>,
+    /* .mul_pair = */ tb_mul_pair<avx512vnni>,
 };
 
 #endif

@@ -29,6 +29,8 @@ const struct tb_kernels tb_kernels_avxvnni = {
     /* .name     = */ "avxvnni",
     /* .quantize = */ tb_quantize<avxvnni>,
     /* .mul_add  = */ tb_mul_add<avxvnni>,
+    /* .mul_base = */ tb_mul_base<avxvnni>,
+    /* .mul_pair = */ tb_mul_pair<avxvnni>,
 };
 
 #endif

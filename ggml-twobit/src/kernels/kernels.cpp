@@ -23,7 +23,8 @@ static size_t align64(size_t n) {
 }
 
 size_t tb_acts_nbytes(int64_t n_tokens, int64_t cols) {
-    return align64(n_tokens * cols) + 2 * align64(n_tokens * (cols / TB_GROUP) * 4);
+    const int64_t n = n_tokens * (cols / TB_GROUP);
+    return align64(n_tokens * cols) + 2 * align64(n * 4) + align64(n * 4 * 2);
 }
 
 void tb_acts_init(struct tb_acts * acts, void * scratch, int64_t n_tokens, int64_t cols) {
@@ -35,6 +36,8 @@ void tb_acts_init(struct tb_acts * acts, void * scratch, int64_t n_tokens, int64
     acts->sums     = (int32_t *) p;
     p += align64(n_tokens * (cols / TB_GROUP) * 4);
     acts->scales   = (float *) p;
+    p += align64(n_tokens * (cols / TB_GROUP) * 4);
+    acts->sums16   = (int16_t *) p;
 }
 
 int64_t tb_n_tiles(int64_t rows) {

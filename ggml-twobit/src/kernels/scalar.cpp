@@ -1,13 +1,16 @@
 // scalar.cpp: the specification. Every other set gives these results, bit for bit (a NaN equals a NaN).
 
+#include "base.h"
 #include "f16.h"
+#include "formats.h"
 #include "kernels.h"
 #include "packing.h"
 
 #include <math.h>
 
-// Rounds 64 values to int8: scale = max|x| / 127. Returns the sum of the rounded values.
-static int32_t quantize_group(const float * x, int8_t * q, int64_t stride, float * scale) {
+// Rounds 64 values to int8: scale = max|x| / 127. sums16: those of 16 rounded values each, in the order 0, 2, 1, 3.
+static void quantize_group(const float * x, int8_t * q, int64_t stride, float * scale, int16_t * sums16) {
+    static const int place[4] = { 0, 2, 1, 3 };
     uint32_t max_bits = 0; // of |x|: as integers NaN > Inf > everything else
     for (int k = 0; k < TB_GROUP; k++) {
         const uint32_t bits = tb_f32_to_bits(x[k]) & 0x7fffffff;
@@ -19,13 +22,12 @@ static int32_t quantize_group(const float * x, int8_t * q, int64_t stride, float
     const float inverse = !finite || tiny ? 0.0f : 127.0f / max;
     *scale = !finite ? NAN : tiny ? 0.0f : max / 127.0f;
 
-    int32_t sum = 0;
+    memset(sums16, 0, 4 * sizeof(*sums16));
     for (int k = 0; k < TB_GROUP; k++) {
         const int8_t v = finite ? (int8_t) lrintf(x[k] * inverse) : 0;
         q[k / 4 * stride + k % 4] = v;
-        sum += v;
+        sums16[place[k / 16]] += v;
     }
-    return sum;
 }
 
 static void quantize(const struct tb_acts * acts, const float * const * x, int64_t group0, int64_t group1) {
@@ -36,7 +38,9 @@ static void quantize(const struct tb_acts * acts, const float * const * x, int64
         for (int64_t g = group0; g < group1; g++) {
             const int64_t i = first * groups + g * width + (token - first);
             int8_t * q = acts->q + first * acts->cols + (g * TB_GROUP / 4 * width + (token - first)) * 4;
-            acts->sums[i] = quantize_group(x[token] + g * TB_GROUP, q, 4 * width, &acts->scales[i]);
+            int16_t * sums16 = acts->sums16 + 4 * i;
+            quantize_group(x[token] + g * TB_GROUP, q, 4 * width, &acts->scales[i], sums16);
+            acts->sums[i] = sums16[0] + sums16[1] + sums16[2] + sums16[3];
         }
     }
 }
@@ -88,9 +92,71 @@ static void mul_add(const struct tb_matrix * m, const struct tb_acts * acts, flo
     }
 }
 
+// ---- bases (base.h) -------------------------------------------------------------------------------------------------
+
+static float half_at(const uint8_t * halves, int row) {
+    uint16_t half;
+    memcpy(&half, halves + 2 * row, sizeof(half));
+    return tb_f16_to_f32(half);
+}
+
+// the 2-bit code of a row and column among a group's codes
+static int base_code(const uint8_t * codes, int row, int col) {
+    const int step = col / 4;
+    return codes[(step / 4 * 2 + row / 16) * 64 + row % 16 * 4 + col % 4] >> (step % 4 * 2) & 3;
+}
+
+// what a group adds to acc. block: the block's first byte; g: the group within it
+static float add_group(const struct tb_base * b, const uint8_t * block, int n_groups, int g, int row, const int8_t * q, int64_t width,
+                       float s, float acc) {
+    int32_t sum = 0, mins = 0;
+    if (b->type == TB_BASE_Q2_0) {
+        const uint8_t * codes = block + tb_q2_0_format::header(n_groups) + g * tb_q2_0_format::CODES;
+        for (int k = 0; k < TB_GROUP; k++) {
+            sum += (base_code(codes, row, k) - 1) * q[k / 4 * 4 * width + k % 4];
+        }
+        return fmaf((float) sum * s, half_at(block + g * 2 * TB_TILE_ROWS, row), acc);
+    }
+    const uint8_t * scales = block + tb_q2_k_format::SCALES + g * tb_q2_k_format::GROUP_SCALES + 4 * row;
+    const uint8_t * codes = block + tb_q2_k_format::header(n_groups) + g * tb_q2_k_format::CODES;
+    for (int k = 0; k < TB_GROUP; k++) {
+        const int x = q[k / 4 * 4 * width + k % 4];
+        sum += (scales[k / 16] & 15) * base_code(codes, row, k) * x;
+        mins += (scales[k / 16] >> 4) * x;
+    }
+    acc = fmaf((float) sum * s, half_at(block, row), acc);
+    return fmaf(-((float) mins * s), half_at(block + 2 * TB_TILE_ROWS, row), acc);
+}
+
+static void mul_base(const struct tb_base * b, const struct tb_acts * acts, float * const * y, int64_t tile0, int64_t tile1) {
+    const int64_t groups = b->cols / TB_GROUP, tile_nbytes = tb_base_nbytes(b->type, 1, b->cols);
+    const int64_t block_nbytes = b->type == TB_BASE_Q2_K ? tb_format_block_nbytes<tb_q2_k_format>(4) : tb_format_block_nbytes<tb_q2_0_format>(4);
+    for (int64_t row = tile0 * TB_TILE_ROWS; row < b->rows && row < tile1 * TB_TILE_ROWS; row++) {
+        for (int64_t t = 0; t < acts->n_tokens; t++) {
+            const int64_t first = t / TB_TOKENS * TB_TOKENS, width = tb_tile_width(acts, first);
+            float acc = 0.0f;
+            for (int64_t g = 0; g < groups; g++) {
+                const uint8_t * block = b->data + row / TB_TILE_ROWS * tile_nbytes + g / 4 * block_nbytes;
+                const int n_groups = groups - g / 4 * 4 < 4 ? (int) (groups % 4) : 4;
+                const int8_t * q = acts->q + first * acts->cols + (g * TB_GROUP / 4 * width + (t - first)) * 4;
+                acc = add_group(b, block, n_groups, g % 4, row % TB_TILE_ROWS, q, width, acts->scales[first * groups + g * width + (t - first)], acc);
+            }
+            y[t][row] = acc;
+        }
+    }
+}
+
+static void mul_pair(const struct tb_base * b, const struct tb_matrix * m, const struct tb_acts * acts, float * const * y,
+                     int64_t tile0, int64_t tile1) {
+    mul_base(b, acts, y, tile0, tile1);
+    mul_add(m, acts, y, tile0, tile1);
+}
+
 extern const struct tb_kernels tb_kernels_scalar;
 const struct tb_kernels tb_kernels_scalar = {
     /* .name     = */ "scalar",
     /* .quantize = */ quantize,
     /* .mul_add  = */ mul_add,
+    /* .mul_base = */ mul_base,
+    /* .mul_pair = */ mul_pair,
 };

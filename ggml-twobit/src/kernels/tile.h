@@ -1,4 +1,4 @@
-// tile.h: the product of super-tiles and tokens, written once for all vector instruction sets.
+// tile.h: the product of super-tiles and tokens, written once for all vector instruction sets and formats (formats.h).
 //
 // An instruction set is a struct V with
 //     I                     a vector of integers: LANES rows × 4 columns of codes, or LANES sums
@@ -9,71 +9,28 @@
 //     SIGNED8               whether 8-bit codes become signed (V::flip) instead of taking off the offset at the end
 //     dot<n>(sums, w, x, stride)         sums += Σ w[i] · x[i·stride], w: n vectors of codes, x: 4 int8 values in each int32
 //     set(i)                the same integer in all lanes
-//     scale_rows(block, ws)              ws[group][row] = super · code_s for the 4 groups of a block
+//     scale_rows(block, ws)              ws[group][row] = super · code_s for the 4 groups of a residual's block
+//     from_f16(src, n, ws)               n halves to floats
 //     accumulate(y, sums, s, ws)         y[row] = fma(float(sums) · s, ws[row], y[row]) for LANES rows
 //     add(out, factor, y)                out[row] = fma(factor, y[row], out[row]) for LANES rows
 //     prefetch(p)
+// and for Q2_K
+//     multiples(scales)     in each lane bytes 0, 1, 2, 3 times its lowest 4 bits
+//     row_index, lookup     byte 4·(row within 128 bits) in all lanes; bytes of 128 bits looked up by index
+//     shr32<n>, mask32      of 32-bit lanes
+//     dot16(sums, m, x)     sums += m · x, two int16 in each lane
+//     subtract(y, sums, s, ws)           y[row] = fma(−(float(sums) · s), ws[row], y[row])
 
 #pragma once
 
+#include "base.h"
+#include "formats.h"
 #include "kernels.h"
-#include "packing.h"
 
 #include <math.h>
 #include <string.h>
 
-#include <type_traits>
-#include <utility>
-
 #define TB_AHEAD 2 // blocks to prefetch ahead: from 1 to 8 within 5 % on a Zen 4, none costs a third at 16 tokens
-
-#define TB_INLINE inline __attribute__((always_inline))
-#define TB_LAMBDA __attribute__((always_inline))
-
-// ---- codes ----------------------------------------------------------------------------------------------------------
-
-template <int BITS> struct tb_unit; // U steps in Z vectors of 64 bytes
-template <> struct tb_unit<8> { static const int U = 4, Z = 4; };
-template <> struct tb_unit<6> { static const int U = 4, Z = 3; };
-template <> struct tb_unit<5> { static const int U = 8, Z = 5; };
-template <> struct tb_unit<4> { static const int U = 2, Z = 1; };
-
-// the codes of step J of the unit whose first vector is at p (docs/format.md, "Codes")
-template <class V, int BITS, int J> static TB_INLINE typename V::I tb_codes(const uint8_t * p) {
-    using I = typename V::I;
-    const auto v = [p](int z) { return V::load(p + 64 * z); };
-    if constexpr (BITS == 8) {
-        return V::SIGNED8 ? V::flip(v(J)) : v(J);
-    } else if constexpr (BITS == 6) {
-        if constexpr (J < 3) {
-            return V::mask(v(J), 0x3f);
-        } else {
-            const I high = V::mask(V::template shr<2>(v(2)), 0x30);
-            return V::or_masked(V::or_masked(high, V::template shr<4>(v(1)), 0x0c), V::template shr<6>(v(0)), 0x03);
-        }
-    } else if constexpr (BITS == 5) {
-        if constexpr (J < 5) {
-            return V::mask(v(J), 0x1f);
-        } else if constexpr (J < 7) { // w5 in v0, v1; w6 in v2, v3
-            const int z = 2 * (J - 5);
-            return V::or_masked(V::mask(V::template shr<3>(v(z + 1)), 0x18), V::template shr<5>(v(z)), 0x07);
-        } else {
-            const I high = V::or_masked(V::mask(V::template shr<1>(v(3)), 0x10), V::template shr<2>(v(1)), 0x08);
-            return V::or_masked(high, V::template shr<5>(v(4)), 0x07);
-        }
-    } else {
-        return V::mask(J == 0 ? v(0) : V::template shr<4>(v(0)), 0x0f);
-    }
-}
-
-// calls f(integral_constant 0), …, f(integral_constant N − 1)
-template <class F, int... J> static TB_INLINE void tb_unroll_over(F f, std::integer_sequence<int, J...>) {
-    (f(std::integral_constant<int, J>()), ...);
-}
-
-template <int N, class F> static TB_INLINE void tb_unroll(F f) {
-    tb_unroll_over(f, std::make_integer_sequence<int, N>());
-}
 
 // ---- one block ------------------------------------------------------------------------------------------------------
 
@@ -81,48 +38,65 @@ template <int N, class F> static TB_INLINE void tb_unroll(F f) {
 struct tb_work {
     const uint8_t * codes;    // of the block's first group
     int             n_groups; // 1…4
-    const float   * ws;       // (4, 32) super · code_s
+    const float   * ws;       // (4, 32) scales of the groups' rows; Q2_K: d[32], dmin[32]
+    const uint8_t * scales16; // Q2_K: scales and mins of 16 columns each, (group, 32 rows, 4)
     int             width;    // tokens of the tile
     const int32_t * q;        // (column / 4, token)
     const int32_t * sums;     // (group, token)
     const float   * scales;   // (group, token)
+    const int32_t * sums16;   // (group, token, 2): pairs of int16
     float         * y;        // (token, 32)
     const char    * ahead;    // what to prefetch next
     int             passes;   // how often the block's codes are gone through by all tiles of tokens together
 };
 
 // PARTS·LANES rows from `row` on, T tokens from `token` on. Of the unit's cache lines one part in PASSES is prefetched.
-template <class V, int BITS, int T, int PASSES>
+template <class V, class F, int T, int PASSES>
 static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row, int token) {
     using I = typename V::I;
-    constexpr int U = tb_unit<BITS>::U, Z = tb_unit<BITS>::Z, PARTS = V::PARTS, UNITS = TB_GROUP / 4 / U;
-    constexpr int OFFSET = BITS == 8 && V::SIGNED8 ? 0 : 1 << (BITS - 1);
+    constexpr int U = F::U, Z = F::Z, PARTS = V::PARTS, UNITS = TB_GROUP / 4 / U;
+    constexpr int OFFSET = F::BITS == 8 && V::SIGNED8 ? 0 : F::OFFSET;
     constexpr int LINES = (2 * Z + PASSES - 1) / PASSES;
     const int width = V::TOKENS == TB_TOKENS ? T : work.width; // a constant where registers hold a whole tile
     const uint8_t * codes = work.codes + row / 16 * Z * 64;
     const int32_t * q = work.q + token;
     const char * ahead = work.ahead;
     for (int g = 0; g < work.n_groups; g++) {
-        I sums[PARTS][T];
+        I sums[PARTS][T], scales[PARTS];
         tb_unroll<T>([&](auto t) TB_LAMBDA {
             const I start = V::set(-OFFSET * work.sums[g * width + token + t]);
             tb_unroll<PARTS>([&](auto part) TB_LAMBDA { sums[part][t] = start; });
         });
+        if constexpr (F::MINS) {
+            tb_unroll<PARTS>([&](auto part) TB_LAMBDA { scales[part] = V::load(work.scales16 + (g * TB_TILE_ROWS + row + part * V::LANES) * 4); });
+        }
         const auto unit = [&]() TB_LAMBDA {
             tb_unroll<LINES>([&](auto i) TB_LAMBDA { V::prefetch(ahead + 64 * i); });
             ahead += 64 * LINES;
+            I table[PARTS];
+            if constexpr (F::MINS) { // a unit is a sub-block of 16 columns
+                tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
+                    table[part] = V::multiples(scales[part]);
+                    scales[part] = V::template shr32<8>(scales[part]);
+                });
+            }
             tb_unroll<U / V::STEPS>([&](auto i) TB_LAMBDA {
                 constexpr int J = decltype(i)::value * V::STEPS;
                 I w[PARTS][V::STEPS];
                 tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
                     constexpr int r = decltype(part)::value * V::LANES;
+                    const uint8_t * p = codes + r / 16 * Z * 64 + r % 16 * 4;
                     tb_unroll<V::STEPS>([&](auto s) TB_LAMBDA {
-                        w[part][s] = tb_codes<V, BITS, J + decltype(s)::value>(codes + r / 16 * Z * 64 + r % 16 * 4);
+                        if constexpr (F::MINS) {
+                            w[part][s] = tb_scaled_codes<V, J + decltype(s)::value>(p, table[part]);
+                        } else {
+                            w[part][s] = tb_codes<V, F::BITS, J + decltype(s)::value>(p);
+                        }
                     });
                 });
                 tb_unroll<T>([&](auto t) TB_LAMBDA {
                     tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                        sums[part][t] = V::template dot<V::STEPS, BITS>(sums[part][t], w[part], q + t, width);
+                        sums[part][t] = V::template dot<V::STEPS, F::BITS>(sums[part][t], w[part], q + t, width);
                     });
                 });
                 q += V::STEPS * width;
@@ -136,46 +110,58 @@ static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row,
                 unit();
             }
         }
-        tb_unroll<T>([&](auto t) TB_LAMBDA {
-            tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                const int r = row + part * V::LANES;
-                V::accumulate(work.y + (token + t) * TB_TILE_ROWS + r, sums[part][t], work.scales[g * width + token + t],
-                              work.ws + g * TB_TILE_ROWS + r);
-            });
+        tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
+            const int r = row + part * V::LANES;
+            if constexpr (F::MINS) { // bytes m0 m1 m2 m3 to pairs of int16: m0 m2, m1 m3
+                const I mins = V::template shr<4>(V::load(work.scales16 + (g * TB_TILE_ROWS + r) * 4));
+                const I even = V::mask32(mins, 0x000f000f), odd = V::mask32(V::template shr<8>(mins), 0x000f000f);
+                tb_unroll<T>([&](auto t) TB_LAMBDA {
+                    const int i = g * width + token + t;
+                    const I m = V::dot16(V::dot16(V::set(0), even, work.sums16[2 * i]), odd, work.sums16[2 * i + 1]);
+                    float * y = work.y + (token + t) * TB_TILE_ROWS + r;
+                    V::accumulate(y, sums[part][t], work.scales[i], work.ws + r);
+                    V::subtract(y, m, work.scales[i], work.ws + TB_TILE_ROWS + r);
+                });
+            } else {
+                tb_unroll<T>([&](auto t) TB_LAMBDA {
+                    V::accumulate(work.y + (token + t) * TB_TILE_ROWS + r, sums[part][t], work.scales[g * width + token + t],
+                                  work.ws + g * TB_TILE_ROWS + r);
+                });
+            }
         });
     }
     work.ahead = ahead;
 }
 
 // T tokens that fill the registers, or fewer at the end
-template <class V, int BITS, int T> static TB_INLINE void tb_rows(tb_work & work, int row, int token) {
+template <class V, class F, int T> static TB_INLINE void tb_rows(tb_work & work, int row, int token) {
     constexpr int ROW_SETS = TB_TILE_ROWS / (V::PARTS * V::LANES);
     if constexpr (T > V::TOKENS) {
         // never asked for
     } else if constexpr (T < V::TOKENS) {
-        tb_rows_by_tokens<V, BITS, T, ROW_SETS>(work, row, token);
+        tb_rows_by_tokens<V, F, T, ROW_SETS>(work, row, token);
     } else if (work.passes >= 4 * ROW_SETS) {
-        tb_rows_by_tokens<V, BITS, T, 4 * ROW_SETS>(work, row, token);
+        tb_rows_by_tokens<V, F, T, 4 * ROW_SETS>(work, row, token);
     } else if (work.passes >= 2 * ROW_SETS) {
-        tb_rows_by_tokens<V, BITS, T, 2 * ROW_SETS>(work, row, token);
+        tb_rows_by_tokens<V, F, T, 2 * ROW_SETS>(work, row, token);
     } else {
-        tb_rows_by_tokens<V, BITS, T, ROW_SETS>(work, row, token);
+        tb_rows_by_tokens<V, F, T, ROW_SETS>(work, row, token);
     }
 }
 
 // a block times a tile of tokens
-template <class V, int BITS> static TB_INLINE void tb_block(tb_work & work) {
+template <class V, class F> static TB_INLINE void tb_block(tb_work & work) {
     for (int row = 0; row < TB_TILE_ROWS; row += V::PARTS * V::LANES) {
         for (int token = 0; token < work.width; token += V::TOKENS) {
             switch (work.width - token < V::TOKENS ? work.width - token : V::TOKENS) {
-                case 1: tb_rows<V, BITS, 1>(work, row, token); break;
-                case 2: tb_rows<V, BITS, 2>(work, row, token); break;
-                case 3: tb_rows<V, BITS, 3>(work, row, token); break;
-                case 4: tb_rows<V, BITS, 4>(work, row, token); break;
-                case 5: tb_rows<V, BITS, 5>(work, row, token); break;
-                case 6: tb_rows<V, BITS, 6>(work, row, token); break;
-                case 7: tb_rows<V, BITS, 7>(work, row, token); break;
-                case 8: tb_rows<V, BITS, 8>(work, row, token); break;
+                case 1: tb_rows<V, F, 1>(work, row, token); break;
+                case 2: tb_rows<V, F, 2>(work, row, token); break;
+                case 3: tb_rows<V, F, 3>(work, row, token); break;
+                case 4: tb_rows<V, F, 4>(work, row, token); break;
+                case 5: tb_rows<V, F, 5>(work, row, token); break;
+                case 6: tb_rows<V, F, 6>(work, row, token); break;
+                case 7: tb_rows<V, F, 7>(work, row, token); break;
+                case 8: tb_rows<V, F, 8>(work, row, token); break;
             }
         }
     }
@@ -183,79 +169,149 @@ template <class V, int BITS> static TB_INLINE void tb_block(tb_work & work) {
 
 // ---- super-tiles ----------------------------------------------------------------------------------------------------
 
-// one super-tile times up to TB_MAX_TOKENS tokens from `first` on: y (token, 32), zero before
-template <class V, int BITS>
-static TB_INLINE void tb_tile_product(const uint8_t * block, const struct tb_acts * acts, int64_t first, int n_tokens, float * y) {
-    const int64_t groups = acts->cols / TB_GROUP;
-    const int64_t block_nbytes = TB_BLOCK_SCALES + 4 * (TB_TILE_ROWS * TB_GROUP / 8 * BITS);
-    int passes = 0;
-    for (int i = 0; i < n_tokens; i += TB_TOKENS) {
-        const int width = n_tokens - i < TB_TOKENS ? n_tokens - i : TB_TOKENS;
-        passes += (width + V::TOKENS - 1) / V::TOKENS * (TB_TILE_ROWS / (V::PARTS * V::LANES));
-    }
-    alignas(64) float ws[4 * TB_TILE_ROWS];
-    for (int64_t g = 0; g < groups; g += 4) {
-        tb_work work;
-        work.codes    = block + TB_BLOCK_SCALES;
-        work.n_groups = groups - g < 4 ? (int) (groups - g) : 4;
-        work.ws       = ws;
-        work.ahead    = (const char *) block + TB_AHEAD * block_nbytes + TB_BLOCK_SCALES;
-        work.passes   = passes;
-        for (int i = 0; i < TB_BLOCK_SCALES; i += 64) {
-            V::prefetch((const char *) block + TB_AHEAD * block_nbytes + i);
+// One super-tile times up to TB_MAX_TOKENS tokens from `first` on, block after block. y: (token, 32), zero before the first block.
+template <class V, class F> struct tb_tile {
+    const uint8_t * block;
+    float         * y;
+    int             passes; // over each block, for tb_work
+
+    tb_tile(const uint8_t * data, float * y_, int n_tokens) : block(data), y(y_), passes(0) {
+        for (int i = 0; i < n_tokens; i += TB_TOKENS) {
+            const int width = n_tokens - i < TB_TOKENS ? n_tokens - i : TB_TOKENS;
+            passes += (width + V::TOKENS - 1) / V::TOKENS * (TB_TILE_ROWS / (V::PARTS * V::LANES));
         }
-        V::scale_rows(block, ws);
+    }
+
+    // the block that starts with group g
+    TB_INLINE void next(const struct tb_acts * acts, int64_t first, int n_tokens, int64_t g) {
+        const int64_t groups = acts->cols / TB_GROUP;
+        const int n_groups = groups - g < 4 ? (int) (groups - g) : 4;
+        const char * ahead = (const char *) block + TB_AHEAD * tb_format_block_nbytes<F>(4);
+        for (int i = 0; i < F::header(4); i += 64) {
+            V::prefetch(ahead + i);
+        }
+        alignas(64) float ws[4 * TB_TILE_ROWS];
+        F::template load_scales<V>(block, n_groups, ws);
+        tb_work work;
+        work.codes    = block + F::header(n_groups);
+        work.n_groups = n_groups;
+        work.ws       = ws;
+        work.scales16 = block + tb_q2_k_format::SCALES;
+        work.ahead    = ahead + F::header(4);
+        work.passes   = passes;
         for (int i = 0; i < n_tokens; i += TB_TOKENS) {
             const int64_t token = first + i;
             work.width  = n_tokens - i < TB_TOKENS ? n_tokens - i : TB_TOKENS;
+            const int64_t at = token * groups + g * work.width;
             work.q      = (const int32_t *) (acts->q + token * acts->cols) + g * (TB_GROUP / 4) * work.width;
-            work.sums   = acts->sums + token * groups + g * work.width;
-            work.scales = acts->scales + token * groups + g * work.width;
+            work.sums   = acts->sums + at;
+            work.scales = acts->scales + at;
+            work.sums16 = (const int32_t *) acts->sums16 + 2 * at;
             work.y      = y + i * TB_TILE_ROWS;
-            tb_block<V, BITS>(work);
+            tb_block<V, F>(work);
         }
-        block += TB_BLOCK_SCALES + work.n_groups * (TB_TILE_ROWS * TB_GROUP / 8 * BITS);
+        block += F::header(n_groups) + n_groups * F::CODES;
+    }
+};
+
+// out[token][row] = fma(factor, y[token][row], out[token][row]), without the addition where `assign` (factor is 1 then)
+template <class V> static void tb_store(const float * y, float factor, bool assign, float * const * out, int n_tokens, int64_t row0, int64_t rows) {
+    const int n_rows = rows - row0 < TB_TILE_ROWS ? (int) (rows - row0) : TB_TILE_ROWS;
+    for (int t = 0; t < n_tokens; t++, y += TB_TILE_ROWS) {
+        float * to = out[t] + row0;
+        if (assign) {
+            memcpy(to, y, n_rows * sizeof(float));
+            continue;
+        }
+        int row = 0;
+        for (; row + V::LANES <= n_rows; row += V::LANES) {
+            V::add(to + row, factor, y + row);
+        }
+        for (; row < n_rows; row++) {
+            to[row] = fmaf(factor, y[row], to[row]);
+        }
     }
 }
 
-template <class V, int BITS>
-static void tb_mul_add_bits(const struct tb_matrix * m, const struct tb_acts * acts, float * const * y, int64_t tile0, int64_t tile1) {
+struct tb_none {}; // no base, or no residual
+
+// y = B·x + R·x, y = B·x or y += R·x, by which of the formats is tb_none
+template <class V, class BASE, class RESIDUAL>
+static void tb_product(const struct tb_base * b, const struct tb_matrix * m, const struct tb_acts * acts, float * const * y,
+                       int64_t tile0, int64_t tile1) {
+    constexpr bool HAS_BASE = !std::is_same<BASE, tb_none>::value, HAS_RESIDUAL = !std::is_same<RESIDUAL, tb_none>::value;
+    using B = typename std::conditional<HAS_BASE, BASE, tb_q2_0_format>::type;
+    using R = typename std::conditional<HAS_RESIDUAL, RESIDUAL, tb_residual_format<4>>::type;
+    const int64_t rows = HAS_BASE ? b->rows : m->rows;
     for (int64_t tile = tile0; tile < tile1; tile++) {
-        const uint8_t * data = m->data + tile * tb_tile_nbytes(BITS, m->cols);
-        const int64_t row0 = tile * TB_TILE_ROWS;
-        const int n_rows = m->rows - row0 < TB_TILE_ROWS ? (int) (m->rows - row0) : TB_TILE_ROWS;
         for (int64_t first = 0; first < acts->n_tokens; first += TB_MAX_TOKENS) {
             const int n = acts->n_tokens - first < TB_MAX_TOKENS ? (int) (acts->n_tokens - first) : TB_MAX_TOKENS;
-            alignas(64) float sums[TB_MAX_TOKENS * TB_TILE_ROWS];
-            memset(sums, 0, n * TB_TILE_ROWS * sizeof(float));
-            tb_tile_product<V, BITS>(data, acts, first, n, sums);
-            for (int t = 0; t < n; t++) {
-                int row = 0;
-                for (; row + V::LANES <= n_rows; row += V::LANES) {
-                    V::add(y[first + t] + row0 + row, m->factor, sums + t * TB_TILE_ROWS + row);
+            alignas(64) float of_base[HAS_BASE ? TB_MAX_TOKENS * TB_TILE_ROWS : 1];
+            alignas(64) float of_residual[HAS_RESIDUAL ? TB_MAX_TOKENS * TB_TILE_ROWS : 1];
+            if (HAS_BASE) {
+                memset(of_base, 0, n * TB_TILE_ROWS * sizeof(float));
+            }
+            if (HAS_RESIDUAL) {
+                memset(of_residual, 0, n * TB_TILE_ROWS * sizeof(float));
+            }
+            tb_tile<V, B> base(HAS_BASE ? b->data + tile * tb_format_tile_nbytes<B>(acts->cols) : NULL, of_base, n);
+            tb_tile<V, R> residual(HAS_RESIDUAL ? m->data + tile * tb_format_tile_nbytes<R>(acts->cols) : NULL, of_residual, n);
+            for (int64_t g = 0; g < acts->cols / TB_GROUP; g += 4) {
+                if constexpr (HAS_BASE) {
+                    base.next(acts, first, n, g);
                 }
-                for (; row < n_rows; row++) {
-                    float * out = y[first + t] + row0 + row;
-                    *out = fmaf(m->factor, sums[t * TB_TILE_ROWS + row], *out);
+                if constexpr (HAS_RESIDUAL) {
+                    residual.next(acts, first, n, g);
                 }
+            }
+            if (HAS_BASE) {
+                tb_store<V>(of_base, 1.0f, true, y + first, n, tile * TB_TILE_ROWS, rows);
+            }
+            if (HAS_RESIDUAL) {
+                tb_store<V>(of_residual, m->factor, false, y + first, n, tile * TB_TILE_ROWS, rows);
             }
         }
     }
 }
 
+template <class V, class BASE>
+static void tb_with_residual(const struct tb_base * b, const struct tb_matrix * m, const struct tb_acts * acts, float * const * y,
+                             int64_t tile0, int64_t tile1) {
+    switch (m->bits) {
+        case 4: tb_product<V, BASE, tb_residual_format<4>>(b, m, acts, y, tile0, tile1); break;
+        case 5: tb_product<V, BASE, tb_residual_format<5>>(b, m, acts, y, tile0, tile1); break;
+        case 6: tb_product<V, BASE, tb_residual_format<6>>(b, m, acts, y, tile0, tile1); break;
+        case 8: tb_product<V, BASE, tb_residual_format<8>>(b, m, acts, y, tile0, tile1); break;
+    }
+}
+
 template <class V>
 static void tb_mul_add(const struct tb_matrix * m, const struct tb_acts * acts, float * const * y, int64_t tile0, int64_t tile1) {
-    switch (m->bits) {
-        case 4: tb_mul_add_bits<V, 4>(m, acts, y, tile0, tile1); break;
-        case 5: tb_mul_add_bits<V, 5>(m, acts, y, tile0, tile1); break;
-        case 6: tb_mul_add_bits<V, 6>(m, acts, y, tile0, tile1); break;
-        case 8: tb_mul_add_bits<V, 8>(m, acts, y, tile0, tile1); break;
+    tb_with_residual<V, tb_none>(NULL, m, acts, y, tile0, tile1);
+}
+
+template <class V>
+static void tb_mul_base(const struct tb_base * b, const struct tb_acts * acts, float * const * y, int64_t tile0, int64_t tile1) {
+    if (b->type == TB_BASE_Q2_K) {
+        tb_product<V, tb_q2_k_format, tb_none>(b, NULL, acts, y, tile0, tile1);
+    } else {
+        tb_product<V, tb_q2_0_format, tb_none>(b, NULL, acts, y, tile0, tile1);
+    }
+}
+
+template <class V>
+static void tb_mul_pair(const struct tb_base * b, const struct tb_matrix * m, const struct tb_acts * acts, float * const * y,
+                        int64_t tile0, int64_t tile1) {
+    if (b->type == TB_BASE_Q2_K) {
+        tb_with_residual<V, tb_q2_k_format>(b, m, acts, y, tile0, tile1);
+    } else {
+        tb_with_residual<V, tb_q2_0_format>(b, m, acts, y, tile0, tile1);
     }
 }
 
 // ---- activations ----------------------------------------------------------------------------------------------------
 
-// V::quantize64(x, q, scale) rounds 64 values to q[64] and returns their sum.
+// V::quantize64(x, q, scale, sums16) rounds 64 values to q[64] and sums each 16 of them up, in the order 0, 2, 1, 3.
 template <class V> static void tb_quantize(const struct tb_acts * acts, const float * const * x, int64_t group0, int64_t group1) {
     const int64_t groups = acts->cols / TB_GROUP;
     for (int64_t token = 0; token < acts->n_tokens; token++) {
@@ -265,7 +321,8 @@ template <class V> static void tb_quantize(const struct tb_acts * acts, const fl
         for (int64_t g = group0; g < group1; g++) {
             const int64_t i = first * groups + g * width + (token - first);
             alignas(64) int32_t rounded[TB_GROUP / 4];
-            acts->sums[i] = V::quantize64(x[token] + g * TB_GROUP, (int8_t *) rounded, &acts->scales[i]);
+            V::quantize64(x[token] + g * TB_GROUP, (int8_t *) rounded, &acts->scales[i], acts->sums16 + 4 * i);
+            acts->sums[i] = acts->sums16[4 * i] + acts->sums16[4 * i + 1] + acts->sums16[4 * i + 2] + acts->sums16[4 * i + 3];
             for (int k = 0; k < TB_GROUP / 4; k++) {
                 q[(g * (TB_GROUP / 4) + k) * width] = rounded[k];
             }

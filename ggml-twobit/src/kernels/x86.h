@@ -5,6 +5,7 @@
 
 #include <immintrin.h>
 #include <math.h>
+#include <string.h>
 
 namespace { // not shared between files: each compiles this for its own instruction set
 
@@ -14,7 +15,7 @@ struct tb_x86 {
     }
 
     // 64 values to int8 (scalar.cpp, quantize_group)
-    static inline int32_t quantize64(const float * x, int8_t * q, float * scale) {
+    static inline void quantize64(const float * x, int8_t * q, float * scale, int16_t * sums16) {
         const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
         __m256 v[8];
         __m256i max8 = _mm256_setzero_si256(); // of |x|: as integers NaN > Inf > everything else
@@ -31,7 +32,8 @@ struct tb_x86 {
             *scale = finite ? 0.0f : NAN;
             _mm256_storeu_si256((__m256i *) q, _mm256_setzero_si256());
             _mm256_storeu_si256((__m256i *) q + 1, _mm256_setzero_si256());
-            return 0;
+            memset(sums16, 0, 4 * sizeof(*sums16));
+            return;
         }
         *scale = max / 127.0f;
         const __m256 inverse = _mm256_set1_ps(127.0f / max);
@@ -40,18 +42,18 @@ struct tb_x86 {
             n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
         }
         const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); // the packs interleave 128-bit halves
-        __m256i sums = _mm256_setzero_si256();
+        __m256i sums[2]; // of 4 columns in each lane
         for (int i = 0; i < 2; i++) {
             const __m256i * h = n + 4 * i;
             __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(h[0], h[1]), _mm256_packs_epi32(h[2], h[3]));
             bytes = _mm256_permutevar8x32_epi32(bytes, order);
             _mm256_storeu_si256((__m256i *) q + i, bytes);
-            sums = _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes)));
+            sums[i] = _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes));
         }
-        __m128i sum4 = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-        sum4 = _mm_add_epi32(sum4, _mm_shuffle_epi32(sum4, 0x4e));
-        sum4 = _mm_add_epi32(sum4, _mm_shuffle_epi32(sum4, 0xb1));
-        return _mm_cvtsi128_si32(sum4);
+        const __m256i pairs = _mm256_hadd_epi32(sums[0], sums[1]);               // 128 bits: 0 0 2 2 | 1 1 3 3, halves of each
+        const __m256i all = _mm256_hadd_epi32(pairs, pairs);                     // 0 2 0 2 | 1 3 1 3
+        const __m128i both = _mm_unpacklo_epi64(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+        _mm_storel_epi64((__m128i *) sums16, _mm_packs_epi32(both, both));       // 0 2 1 3
     }
 };
 
@@ -67,6 +69,13 @@ struct tb_x86_256 : tb_x86 {
     static inline I flip(I v) { return _mm256_xor_si256(v, _mm256_set1_epi8((char) 0x80)); }
     static inline I set(int32_t i) { return _mm256_set1_epi32(i); }
 
+    static inline I multiples(I scales) { return _mm256_mullo_epi32(_mm256_and_si256(scales, set(15)), set(0x03020100)); }
+    static inline I row_index() { return _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)); }
+    static inline I lookup(I table, I index) { return _mm256_shuffle_epi8(table, index); }
+    template <int N> static inline I shr32(I v) { return _mm256_srli_epi32(v, N); }
+    static inline I mask32(I v, int bits) { return _mm256_and_si256(v, set(bits)); }
+    static inline I dot16(I sums, I m, int32_t x) { return _mm256_add_epi32(sums, _mm256_madd_epi16(m, set(x))); }
+
     static inline void scale_rows(const uint8_t * block, float * ws) {
         for (int row = 0; row < TB_TILE_ROWS; row += LANES) {
             const __m256 super = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (block + TB_SUPER_OFFSET + 2 * row)));
@@ -80,6 +89,17 @@ struct tb_x86_256 : tb_x86 {
     static inline void accumulate(float * y, I sums, float s, const float * ws) {
         const __m256 c = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(s));
         _mm256_store_ps(y, _mm256_fmadd_ps(c, _mm256_load_ps(ws), _mm256_load_ps(y)));
+    }
+
+    static inline void subtract(float * y, I sums, float s, const float * ws) {
+        const __m256 c = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(s));
+        _mm256_store_ps(y, _mm256_fnmadd_ps(c, _mm256_load_ps(ws), _mm256_load_ps(y)));
+    }
+
+    static inline void from_f16(const uint8_t * src, int n, float * ws) {
+        for (int i = 0; i < n; i += LANES) {
+            _mm256_store_ps(ws + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (src + 2 * i))));
+        }
     }
 
     static inline void add(float * out, float factor, const float * y) {
