@@ -24,6 +24,8 @@ class Model:
         mmap: bool = True,
         repack: bool = False,
         n_threads: int = 1,
+        flash_attn: bool = False,
+        cache_type: int | None = None,
         eval_callback: Any = None,
     ) -> None:
         api.llama_backend_init()
@@ -40,7 +42,9 @@ class Model:
         options = api.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = n_ctx, 512, 512
         options.n_threads = options.n_threads_batch = n_threads
-        options.flash_attn_type = 0
+        options.flash_attn_type = int(flash_attn)
+        if cache_type is not None:
+            options.type_k = options.type_v = cache_type
         if eval_callback is not None:
             options.cb_eval = ctypes.cast(eval_callback, type(options.cb_eval))
         self.context = api.llama_init_from_model(self.model, options)

@@ -92,34 +92,25 @@ static enum ggml_status fail(enum ggml_status status) {
 
 // ---- the CPU: our nodes between the graph's own, one graph in ggml's threads
 
-// Tokens verified together must give the very logits they give one by one. ggml's CPU backend has faster paths that round
-// differently for 8 or more rows (tiled matmuls), for 64 or more queries and for a single query of a long cache (flash
-// attention); its reference paths compute every row alike. The kernels of the residual do so anyway.
-static void set_reference(tb_compute & c, bool reference) {
-    if (c.cpu || c.reference == reference) {
-        return;
-    }
-    typedef void (*set_use_ref_t)(ggml_backend_t, bool);
-    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(c.inner));
-    set_use_ref_t set_use_ref = (set_use_ref_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_cpu_set_use_ref");
-    if (set_use_ref) {
-        set_use_ref(c.inner, reference);
-        c.reference = reference;
-    }
-}
-
 static enum ggml_status compute_host(tb_compute & c, ggml_cgraph * cgraph, bool full, size_t n_products, size_t scratch_size) {
     if (!tb_nodes_begin(c.nodes, n_products, scratch_size)) {
         return fail(GGML_STATUS_ALLOC_FAILED);
     }
     c.order.clear();
+    tb_invariant_begin(c.invariant);
     for (int i = 0; i < cgraph->n_nodes; i++) {
         ggml_tensor * node = cgraph->nodes[i];
         tb_pair     * pair = pair_of(node);
-        c.order.push_back(pair && pair->stand_in ? tb_matmul_by(c.nodes, node, &pair->stand_in->tensor) : node);
+        ggml_tensor * base = pair && pair->stand_in ? tb_matmul_by(c.nodes, node, &pair->stand_in->tensor) : node;
+        if (!full || !tb_invariant_node(c.invariant, cgraph, i, base, c.order)) {
+            c.order.push_back(base);
+        }
         if (pair && full) {
             tb_add_product(c.nodes, *pair, node, nullptr, nullptr, nullptr, c.order);
         }
+    }
+    if (!tb_invariant_end(c.invariant)) {
+        return fail(GGML_STATUS_ALLOC_FAILED);
     }
     ggml_cgraph graph = *cgraph;
     graph.nodes   = c.order.data();
@@ -317,7 +308,6 @@ enum ggml_status tb_compute_graph(tb_compute & c, ggml_cgraph * cgraph) {
     size_t n_products   = 0;
     size_t n_stand_ins  = 0;
     size_t scratch_size = 0;
-    int64_t n_tokens    = 0;
     if (tb_pairs_count() > 0) {
         for (int i = 0; i < cgraph->n_nodes; i++) {
             const ggml_tensor * node = cgraph->nodes[i];
@@ -332,18 +322,18 @@ enum ggml_status tb_compute_graph(tb_compute & c, ggml_cgraph * cgraph) {
                 }
                 n_products++;
                 scratch_size = std::max(scratch_size, tb_scratch_size(*pair, node));
-                n_tokens     = std::max(n_tokens, node->op == GGML_OP_MUL_MAT_ID ? node->ne[2] : node->ne[1]);
             } else if (!check_other_use(node)) {
                 return fail(GGML_STATUS_FAILED);
             }
         }
     }
     (full ? tb_count.graphs_full : tb_count.graphs_draft)++;
-    set_reference(c, full && n_products > 0 && n_tokens <= TB_MAX_TOKENS);
+    c.paired |= n_products > 0;
     if (!full) {
         tb_count.matmuls_unpaired += (int64_t) n_products;
     }
-    if (full ? n_products == 0 : n_stand_ins == 0) {
+    const bool keep = full ? n_products == 0 && !(host && c.paired) : n_stand_ins == 0; // the graph as it is
+    if (keep) {
         return ggml_backend_graph_compute_async(c.inner, cgraph);
     }
     return host ? compute_host(c, cgraph, full, n_products, scratch_size) : compute_sliced(c, cgraph, n_products, scratch_size);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ggml-backend-impl.h"
+#include "invariant.h"
 #include "kernels/kernels.h"
 #include "residual-op.h"
 
@@ -12,9 +13,10 @@ struct tb_compute {
     ggml_backend_t inner = nullptr; // computes everything but the residual
     ggml_backend_t cpu   = nullptr; // computes the residual where inner is not the CPU
     bool           ran   = false;   // a graph of its context has been computed
-    bool           reference = false; // inner, the CPU, uses its reference paths
+    bool           paired = false;  // one of them had a residual
 
     tb_nodes                   nodes;
+    tb_invariant               invariant; // where inner is the CPU
     std::vector<ggml_tensor *> order; // the graph's nodes with ours between them
 
     // wrapped GPU: x and R·x in host memory (pinned where the device has such), R·x in the device's

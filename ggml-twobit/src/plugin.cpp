@@ -156,6 +156,7 @@ static void tb_backend_set_n_threads(ggml_backend_t backend, int n_threads) {
         c.ran = true;
         tb_sources_loading_done();
     }
+    c.invariant.n_threads = n_threads;
     call_inner<ggml_backend_set_n_threads_t>(c.inner, "ggml_backend_set_n_threads", n_threads);
     call_inner<ggml_backend_set_n_threads_t>(c.cpu,   "ggml_backend_set_n_threads", n_threads);
 }
