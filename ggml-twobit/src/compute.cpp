@@ -62,7 +62,7 @@ static void prepare(tb_pair & pair, const ggml_tensor * base) {
     static std::mutex mutex;
     std::lock_guard<std::mutex> lock(mutex); // several contexts may share the model
     if (!pair.prepared) {
-        pair.stand_in = tb_make_stand_in(base, base->data);
+        pair.repacked = tb_repack(base, base->data);
         pair.prepared = true;
     }
 }
@@ -101,12 +101,15 @@ static enum ggml_status compute_host(tb_compute & c, ggml_cgraph * cgraph, bool 
     for (int i = 0; i < cgraph->n_nodes; i++) {
         ggml_tensor * node = cgraph->nodes[i];
         tb_pair     * pair = pair_of(node);
-        ggml_tensor * base = pair && pair->stand_in ? tb_matmul_by(c.nodes, node, &pair->stand_in->tensor) : node;
-        if (!full || !tb_invariant_node(c.invariant, cgraph, i, base, c.order)) {
-            c.order.push_back(base);
+        if (pair && pair->repacked) {
+            tb_add_product(c.nodes, full ? TB_BASE_AND_RESIDUAL : TB_BASE, *pair, node, nullptr, nullptr, nullptr, c.order);
+            continue;
+        }
+        if (!full || !tb_invariant_node(c.invariant, cgraph, i, node, c.order)) {
+            c.order.push_back(node);
         }
         if (pair && full) {
-            tb_add_product(c.nodes, *pair, node, nullptr, nullptr, nullptr, c.order);
+            tb_add_product(c.nodes, TB_ADD_RESIDUAL, *pair, node, nullptr, nullptr, nullptr, c.order);
         }
     }
     if (!tb_invariant_end(c.invariant)) {
@@ -232,7 +235,7 @@ static enum ggml_status compute_residuals(tb_compute & c, const ggml_cgraph * cg
     c.order.clear();
     c.nodes.current = nullptr; // whatever the scratch holds is of another x
     for (size_t k = 0; k < g.matmuls.size(); k++) {
-        tb_add_product(c.nodes, *pair_of(g.matmuls[k]), g.matmuls[k], host, g.ids ? host + g.ids_offset : nullptr, host + g.y_offset + g.offsets[k], c.order);
+        tb_add_product(c.nodes, TB_ADD_RESIDUAL, *pair_of(g.matmuls[k]), g.matmuls[k], host, g.ids ? host + g.ids_offset : nullptr, host + g.y_offset + g.offsets[k], c.order);
     }
     ggml_cgraph graph = *cgraph;
     graph.nodes   = c.order.data();
@@ -306,7 +309,7 @@ enum ggml_status tb_compute_graph(tb_compute & c, ggml_cgraph * cgraph) {
     const bool full = twobit_get_mode() == TWOBIT_MODE_FULL;
     const bool host = !c.cpu;
     size_t n_products   = 0;
-    size_t n_stand_ins  = 0;
+    size_t n_repacked  = 0;
     size_t scratch_size = 0;
     if (tb_pairs_count() > 0) {
         for (int i = 0; i < cgraph->n_nodes; i++) {
@@ -318,7 +321,7 @@ enum ggml_status tb_compute_graph(tb_compute & c, ggml_cgraph * cgraph) {
                 }
                 if (host) {
                     prepare(*pair, node->src[0]);
-                    n_stand_ins += pair->stand_in != nullptr;
+                    n_repacked += pair->repacked != nullptr;
                 }
                 n_products++;
                 scratch_size = std::max(scratch_size, tb_scratch_size(*pair, node));
@@ -332,7 +335,7 @@ enum ggml_status tb_compute_graph(tb_compute & c, ggml_cgraph * cgraph) {
     if (!full) {
         tb_count.matmuls_unpaired += (int64_t) n_products;
     }
-    const bool keep = full ? n_products == 0 && !(host && c.paired) : n_stand_ins == 0; // the graph as it is
+    const bool keep = full ? n_products == 0 && !(host && c.paired) : n_repacked == 0; // the graph as it is
     if (keep) {
         return ggml_backend_graph_compute_async(c.inner, cgraph);
     }

@@ -4,8 +4,8 @@
 #include <atomic>
 #include <memory>
 
+#include "repack.h"
 #include "section.h"
-#include "stand-in.h"
 #include "twobit.h"
 
 // a loaded base tensor and its residual
@@ -15,8 +15,7 @@ struct tb_pair {
     std::atomic<bool>           verified { false }; // the checksums of base and residual have been compared
     std::atomic<bool>           broken   { false }; // they differ: nothing may be computed with this tensor
 
-    // set before the first graph, only where the CPU computes the base
-    std::unique_ptr<tb_stand_in> stand_in;
+    std::unique_ptr<tb_repacked> repacked; // only where the CPU computes the base; made before the first graph
     bool                         prepared = false;
 };
 

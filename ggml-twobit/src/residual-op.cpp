@@ -95,8 +95,18 @@ static void multiply(ggml_tensor *, int ith, int nth, void * userdata) {
             const tb_input::row & row = in.rows[(size_t) (batch.first + r)];
             y_rows.push_back((float *) (p.y_data + row.i1*y->nb[1] + row.i2*y->nb[2] + row.i3*y->nb[3]));
         }
-        const tb_matrix matrix = p.pair->residual->matrix(batch.mat);
-        tb_kernels_best()->mul_add(&matrix, &batch.acts, y_rows.data(), tile0, tile1);
+        const tb_kernels * kernels = tb_kernels_best();
+        const tb_matrix    matrix  = p.pair->residual->matrix(batch.mat);
+        if (p.terms == TB_ADD_RESIDUAL) {
+            kernels->mul_add(&matrix, &batch.acts, y_rows.data(), tile0, tile1);
+        } else {
+            const tb_base base = p.pair->repacked->base(batch.mat);
+            if (p.terms == TB_BASE) {
+                kernels->mul_base(&base, &batch.acts, y_rows.data(), tile0, tile1);
+            } else {
+                kernels->mul_pair(&base, &matrix, &batch.acts, y_rows.data(), tile0, tile1);
+            }
+        }
         i += tile1 - tile0;
     }
 }
@@ -154,7 +164,7 @@ bool tb_nodes_begin(tb_nodes & nodes, size_t n_products, size_t scratch_size) {
         }
         nodes.scratch_size = scratch_size;
     }
-    const size_t n_nodes = 4*n_products; // route, quantise, multiply, and the base's matmul by a stand-in
+    const size_t n_nodes = 3*n_products; // route, quantise, multiply
     if (nodes.ctx_nodes < n_nodes || !nodes.ctx) {
         ggml_free(nodes.ctx);
         ggml_init_params params = { /*.mem_size =*/ ggml_tensor_overhead()*(n_nodes + 1), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true };
@@ -174,13 +184,6 @@ static ggml_tensor * make_node(tb_nodes & nodes, ggml_custom_op_t fun, int n_tas
     ggml_tensor * t = ggml_custom_4d(nodes.ctx, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, fun, n_tasks, userdata);
     t->data   = &nothing;
     t->flags |= GGML_TENSOR_FLAG_COMPUTE;
-    return t;
-}
-
-ggml_tensor * tb_matmul_by(tb_nodes & nodes, const ggml_tensor * matmul, ggml_tensor * weight) {
-    ggml_tensor * t = ggml_new_tensor_1d(nodes.ctx, GGML_TYPE_F32, 1);
-    *t = *matmul;
-    t->src[0] = weight;
     return t;
 }
 
@@ -216,16 +219,19 @@ static tb_input * add_input(tb_nodes & nodes, const tb_pair & pair, const ggml_t
     return in;
 }
 
-void tb_add_product(tb_nodes & nodes, const tb_pair & pair, const ggml_tensor * matmul, const void * x_data, const void * ids_data, void * y_data,
-                    std::vector<ggml_tensor *> & out) {
+void tb_add_product(tb_nodes & nodes, enum tb_terms terms, const tb_pair & pair, const ggml_tensor * matmul, const void * x_data, const void * ids_data,
+                    void * y_data, std::vector<ggml_tensor *> & out) {
     const tb_input * in = add_input(nodes, pair, matmul, x_data, ids_data, out);
     tb_product * p = next(nodes.products, nodes.n_products);
+    p->terms  = terms;
     p->pair   = &pair;
     p->input  = in;
     p->matmul = matmul;
     p->y_data = (char *) (y_data ? y_data : matmul->data);
     out.push_back(make_node(nodes, multiply, GGML_N_TASKS_MAX, p));
 
-    tb_count.matmuls_paired++;
-    tb_count.tokens_residual += n_rows(matmul);
+    if (terms != TB_BASE) {
+        tb_count.matmuls_paired++;
+        tb_count.tokens_residual += n_rows(matmul);
+    }
 }

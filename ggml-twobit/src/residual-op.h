@@ -1,9 +1,9 @@
-// residual-op.h: y += R·x as nodes of a ggml graph on the CPU.
+// residual-op.h: y += R·x as nodes of a ggml graph on the CPU; y = B·x and y = B·x + R·x too, where the base has been repacked.
 //
 // A custom node has neither barrier nor scratch, so one product is up to three nodes, which ggml's own threads run one after the other:
 //   route     (experts only, one task) sorts the tokens by the expert that is to see them
 //   quantise  rounds x to int8; matmuls that share x share this node
-//   multiply  adds R·x to the result of the base's matmul
+//   multiply  adds R·x to the result of the base's matmul, or takes that matmul's place
 #pragma once
 
 #include <stdint.h>
@@ -37,7 +37,14 @@ struct tb_input {
     std::vector<batch>         batches;
 };
 
+enum tb_terms {
+    TB_ADD_RESIDUAL,          // y += R·x
+    TB_BASE,                  // y  = B·x, by the repacked base
+    TB_BASE_AND_RESIDUAL,     // y  = B·x + R·x, likewise
+};
+
 struct tb_product {
+    enum tb_terms       terms;
     const tb_pair     * pair;
     const tb_input    * input;
     const ggml_tensor * matmul;
@@ -66,10 +73,7 @@ bool tb_can_multiply(const tb_pair & pair, const ggml_tensor * matmul);
 bool   tb_nodes_begin(tb_nodes & nodes, size_t n_products, size_t scratch_size);
 size_t tb_scratch_size(const tb_pair & pair, const ggml_tensor * matmul);
 
-// a node like `matmul`, with the same result in the same memory, by another weight
-ggml_tensor * tb_matmul_by(tb_nodes & nodes, const ggml_tensor * matmul, ggml_tensor * weight);
-
-// Appends to `out` the nodes that add R·x to a matmul's result. x_data, ids_data, y_data: where x, ids and y lie if not in the tensors' own memory,
+// Appends to `out` the nodes that add R·x to a matmul's result, or that compute it. x_data, ids_data, y_data: where x, ids and y lie if not in the tensors' own memory,
 // for matmuls on another device; else NULL.
-void tb_add_product(tb_nodes & nodes, const tb_pair & pair, const ggml_tensor * matmul, const void * x_data, const void * ids_data, void * y_data,
-                    std::vector<ggml_tensor *> & out);
+void tb_add_product(tb_nodes & nodes, enum tb_terms terms, const tb_pair & pair, const ggml_tensor * matmul, const void * x_data, const void * ids_data,
+                    void * y_data, std::vector<ggml_tensor *> & out);
