@@ -1,4 +1,3 @@
-// LEAD TO KERNELS, 15:20: read NOTE-TO-KERNELS.md beside this file before you go on; then delete it and this line.
 // kernels.h: y += R·x for packed residuals (docs/format.md) and y = B·x for repacked bases (base.h), one table of functions for each
 // instruction set.
 #pragma once
