@@ -1,0 +1,90 @@
+"""make demo: SmolLM2-135M-Instruct from a Hugging Face folder to a paired GGUF, then text in the three modes and a table.
+
+What takes long is kept: the folder in the cache, the paired file in out/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import smollm2
+
+from twobit_gguf import _native
+
+BIN = Path(sys.executable).parent
+OUT = Path("out")
+PAIRED = OUT / "SmolLM2-135M-Instruct.twobit.gguf"
+PROMPT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nExplain in a few sentences why the sky is blue.<|im_end|>\n<|im_start|>assistant\n"
+)
+N_TOKENS = 96
+
+REMARKS = """\
+What this shows: one file, one context, three modes. Speculative text is the full model's, whatever the draft is worth; the weights a GPU would have to
+hold shrink to the base. What it cannot show: a gain. At 135M parameters 2 bits a weight leave little of the model, so drafts are seldom right,
+and without calibration (twobit calibrate) even less so; and on a CPU base and residual share one memory, so a draft pass costs nearly as much as it
+saves. The gain comes with models of some billions of parameters whose base is on a GPU. Where the Q8 model fits into VRAM, plain llama.cpp is the
+right tool."""
+
+
+def run(*command: str, capture: bool = False) -> str:
+    """Runs a command and shows it as a user would type it."""
+    shown = [Path(command[0]).name, *command[1:]]
+    print(f"$ {' '.join(shlex.quote(part) if len(part) < 80 else '…' for part in shown)}", flush=True)
+    result = subprocess.run(command, stdout=subprocess.PIPE if capture else None, text=True)
+    if result.returncode != 0:
+        sys.exit(result.returncode)
+    return result.stdout or ""
+
+
+def convert() -> None:
+    """The paired file, unless it is there and newer than the plugin and its source."""
+    folder = smollm2.hf_folder()
+    model = folder / "model.safetensors"
+    if PAIRED.is_file() and PAIRED.stat().st_mtime > max(_native.library_path().stat().st_mtime, model.stat().st_mtime):
+        print(f"{PAIRED} is there")
+        return
+    OUT.mkdir(exist_ok=True)
+    run(str(BIN / "twobit-convert"), str(model), str(PAIRED), "--force")
+
+
+def generate(file: Path, *options: str) -> dict:
+    output = run(str(BIN / "twobit"), "run", str(file), "-n", str(N_TOKENS), "-c", "1024", *options, "--json", "-p", PROMPT, capture=True)
+    return json.loads(output)
+
+
+def main() -> None:
+    start = time.perf_counter()
+    convert()
+    results = {mode: generate(PAIRED, "--mode", mode) for mode in ("full", "draft", "speculative")}
+    source = generate(smollm2.gguf())
+
+    for mode, result in results.items():
+        print(f"\n--- {mode}\n{result['text'].strip()}")
+    same = results["speculative"]["text"] == results["full"]["text"]
+    print(f"\nspeculative text is {'' if same else 'NOT '}that of full mode")
+
+    print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, CPU only, {N_TOKENS} tokens behind a prompt of "
+          f"{results['full']['prompt_tokens']}")  # fmt: skip
+    print(f"\n{'mode':<34}{'tokens/s':>9}{'tokens per verification':>25}{'VRAM, MB':>10}{'RAM, MB':>9}")
+    size = {key: value / 1e6 for key, value in results["full"]["bytes"].items()}
+    for mode, result in results.items():
+        per = f"{result['speculation']['tokens_per_verification']:.2f}" if mode == "speculative" else "-" if mode == "draft" else "1"
+        ram = 0 if mode == "draft" else size["residual"]
+        print(f"{mode:<34}{result['tokens_per_second']:>9.1f}{per:>25}{size['base']:>10.1f}{ram:>9.1f}")
+    print(f"{'llama.cpp itself, the Q4_1 source':<34}{source['tokens_per_second']:>9.1f}{'1':>25}{smollm2.gguf().stat().st_size / 1e6:>10.1f}{0:>9.1f}")
+    print("VRAM and RAM: the paired matrices where the base is on a GPU; the token embedding (30 MB) and the KV cache come on top.\n")
+    print(REMARKS)
+    print(f"\n{time.perf_counter() - start:.0f} s; the file is {PAIRED}: twobit run {PAIRED}")
+
+
+if __name__ == "__main__":
+    main()
