@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_USAGE.format(commands="\n".join(lines)))
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        print(f"twobit {metadata.version('twobit-gguf')}, llama-cpp-python {metadata.version('llama-cpp-python')}")
+        print(", ".join(f"{package} {_version(package)}" for package in ("twobit-gguf", "llama-cpp-python")))
         return 0
     command = arguments[0]
     if command not in _COMMANDS:
@@ -59,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `twobit inspect FILE | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "(not installed)"
 
 
 if __name__ == "__main__":

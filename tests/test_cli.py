@@ -1,0 +1,286 @@
+"""The command line, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import free_port, wait_for_port
+
+TIMEOUT = 300
+
+
+def twobit(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "twobit_gguf.cli", *map(str, arguments)]
+    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": TIMEOUT, **options})
+
+
+@pytest.fixture(scope="module")
+def model(paired_tiny: Callable[[str], Path]) -> Path:
+    return paired_tiny("llama")
+
+
+def test_help_teaches() -> None:
+    assert twobit().returncode == 2
+    text = twobit("--help").stdout
+    for command in ("run", "serve", "inspect", "bench", "exec"):
+        assert command in text
+        result = twobit(command, "--help")
+        assert result.returncode == 0 and "usage: twobit " + command in result.stdout
+    assert "llama-cpp-python 0" in twobit("--version").stdout
+    assert twobit("bench", "decode", "--help").returncode == 0
+
+
+def test_run_in_three_modes(model: Path) -> None:
+    results = {}
+    for mode in ("full", "draft", "speculative"):
+        result = twobit("run", model, "-p", "in the", "-n", 20, "--mode", mode, "--json")
+        assert result.returncode == 0, result.stderr
+        results[mode] = json.loads(result.stdout)
+        assert results[mode]["mode"] == mode and results[mode]["tokens"] == 20 and results[mode]["tokens_per_second"] > 0
+    assert results["full"]["text"] == results["speculative"]["text"] != results["draft"]["text"]
+    assert results["full"]["counters"]["matmuls_unpaired"] == 0 < results["draft"]["counters"]["matmuls_unpaired"]
+    assert results["speculative"]["speculation"]["tokens"] == 20
+    assert results["full"]["bytes"]["residual"] > results["full"]["bytes"]["base"] > 0
+
+
+def test_run_prints_text_and_speed(model: Path) -> None:
+    result = twobit("run", model, "-p", "in the", "-n", 10, "--temp", 0.8, "--seed", 3)
+    assert result.stdout and "10 tokens, speculative" in result.stderr and "tokens/s" in result.stderr
+    again = twobit("run", model, "-n", 10, "--temp", 0.8, "--seed", 3, input="in the")  # the prompt from a pipe
+    assert again.stdout == result.stdout
+
+
+def test_run_takes_any_gguf(tiny_gguf: Callable[[str], Path]) -> None:
+    result = twobit("run", tiny_gguf("llama"), "-p", "in the", "-n", 5, "--json")
+    assert json.loads(result.stdout)["mode"] == "plain"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", "nowhere.gguf", "-p", "x"], "nowhere.gguf: no such file"),
+        (["run", "FILE", "-p", "x" * 600, "--ctx", "256"], "give a larger --ctx"),
+        (["run", "FILE", "-p", "x", "--device", "CUDA9"], "no device CUDA9"),
+        (["run", "FILE", "-p", "x", "--max-nodes", "40"], "max_nodes from 1 to 31"),
+        (["run", "FILE", "-p", "x", "--mode", "fast"], "invalid choice"),
+        (["run", "FILE", "-p", "x", "--rpc", "127.0.0.1:1"], "RPC"),
+        (["bench", "decode", "FILE", "--reference", "nowhere.gguf"], "nowhere.gguf: no such file"),
+        (["bench", "decode", "FILE", "--prompts", "/dev/null"], "no prompts in it"),
+        (["bench"], "usage"),
+        (["exec"], "no program"),
+        (["exec", "--", "llama-nothing"], "llama-nothing: no such program"),
+        (["dance"], "no command 'dance'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments: list[str], said: str, model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "empty.txt"
+    prompts.write_text("\n\n")
+    arguments = [{"FILE": str(model), "/dev/null": str(prompts)}.get(argument, argument) for argument in arguments]
+    result = twobit(*arguments)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("twobit ") and ": " in line and "usage" not in line]
+    assert len(lines) <= 1
+
+
+def test_a_broken_file_is_one_line(model: Path, tmp_path: Path) -> None:
+    for name, data in (("zeros", bytes(5000)), ("short", model.read_bytes()[:3000]), ("empty", b"")):
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(data)
+        result = twobit("run", path, "-p", "x")
+        assert result.returncode == 2 and path.name in result.stderr and "Traceback" not in result.stderr
+        assert sum(line.startswith("twobit run: ") for line in result.stderr.splitlines()) == 1
+
+
+def test_bench_decode(model: Path, tiny_gguf: Callable[[str], Path], tmp_path: Path) -> None:
+    reference = tiny_gguf("llama")
+    result = twobit("bench", "decode", model, "--reference", reference, "--rounds", 2, "-t", 2, "--json")
+    assert result.returncode == 0, result.stderr
+    measured = json.loads(result.stdout)
+    assert {"draft", "verify 1", "verify 32", "reference 1", "reference 32"} <= set(measured["milliseconds"])
+    assert all(value > 0 for value in measured["milliseconds"].values())
+    ratio = measured["milliseconds"]["reference 1"] / measured["milliseconds"]["verify 1"]
+    assert measured["plain_to_reference"] == pytest.approx(ratio)
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("in the other\n\nab\n")
+    result = twobit("bench", "decode", model, "--reference", reference, "--prompts", prompts, "-n", 12, "-t", 2, "--temp", 0, "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {row["name"]: row for row in json.loads(result.stdout)["medians"]}
+    assert set(rows) == {"reference", "plain", "comb", "chain", "tree"}
+    assert all(rows[shape]["different_texts"] == 0 for shape in ("comb", "chain", "tree"))
+    assert "plain decoding (verify 1) runs at" in twobit("bench", "decode", model, "--reference", reference, "--rounds", 1, "-t", 2).stdout
+
+
+def test_exec_sets_the_environment_up(model: Path) -> None:
+    code = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k[:4] in ('GGML', 'TWOB')}))"
+    result = twobit("exec", "--model", model, "--mode", "draft", "--", sys.executable, "-c", code)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["GGML_BACKEND_PATH"].endswith("libggml-twobit.so")
+    assert (found["TWOBIT_MODEL"], found["TWOBIT_MODE"]) == (str(model.resolve()), "draft")
+
+
+def test_exec_names_the_device_for_llama_tools(tmp_path: Path) -> None:
+    tool = tmp_path / "llama-server"
+    tool.write_text('#!/bin/sh\necho "$@"\n')
+    tool.chmod(0o755)
+    assert twobit("exec", "--", tool, "-m", "x.gguf").stdout == "-m x.gguf -dev TWOBIT0\n"
+    assert twobit("exec", "--", tool, "-m", "x.gguf", "--device", "CPU").stdout == "-m x.gguf --device CPU\n"
+
+
+def test_interrupt_ends_quietly(model: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twobit_gguf.cli", "run", str(model), "-p", "in the", "-n", "100000", "-c", "65536"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in errors
+
+
+# ---- chat ----
+
+
+class Terminal:
+    """A program in a pseudo-terminal."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.execv(sys.executable, [sys.executable, "-m", "twobit_gguf.cli", *map(str, arguments)])
+        self.seen = ""
+
+    def send(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, text: str, seconds: float = 60) -> str:
+        """What came up to and with `text`."""
+        deadline = time.monotonic() + seconds
+        while text not in self.seen:
+            ready, _, _ = select.select([self._fd], [], [], deadline - time.monotonic())
+            assert ready, f"no {text!r} in {self.seen!r}"
+            try:
+                self.seen += os.read(self._fd, 65536).decode("utf-8", "replace")
+            except OSError:  # the program has ended
+                break
+        assert text in self.seen
+        found, _, self.seen = self.seen.partition(text)
+        return found + text
+
+    def end(self) -> int:
+        while True:
+            try:
+                if not os.read(self._fd, 65536):
+                    break
+            except OSError:
+                break
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_chat_in_a_terminal(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal("run", model, "-n", 12, "--temp", 0)
+    terminal.wait_for("> ")
+    terminal.send("in the\r")
+    terminal.wait_for("tokens/s")
+    terminal.wait_for("> ")
+    terminal.send("/reset\r")
+    terminal.wait_for("> ")
+    terminal.send("\x04")
+    assert terminal.end() == 0
+    assert "in the" in (tmp_path / "twobit" / "history").read_text()
+
+
+def test_interrupt_stops_the_answer_and_not_the_program(paired_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal("run", paired_smollm2, "-c", 2048, "--temp", 0)
+    terminal.wait_for("> ")
+    terminal.send("Tell me a very long story about the sea.\r")
+    terminal.wait_for("tokens/s")  # in the title, while the answer goes on
+    terminal.send("\x03")
+    terminal.wait_for("[stopped]")
+    terminal.wait_for("> ")
+    terminal.send("/exit\r")
+    assert terminal.end() == 0
+
+
+# ---- server ----
+
+
+@pytest.fixture(scope="module")
+def server(paired_smollm2: Path) -> Iterator[str]:
+    for module in ("uvicorn", "fastapi", "sse_starlette", "starlette_context", "pydantic_settings"):
+        pytest.importorskip(module)
+    port = free_port()
+    command = [sys.executable, "-m", "twobit_gguf.cli", "serve", str(paired_smollm2), "--port", str(port), "-c", "2048"]
+    process = subprocess.Popen([*command, "--api-key", "secret", "--name", "tiny"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for_port(port, process)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        assert process.wait(30) in (0, -signal.SIGTERM)
+
+
+PROMPT = "The capital of France is"
+PLAIN = {"temperature": 0, "extra_body": {"repeat_penalty": 1.0}}
+
+
+def test_openai_client(server: str, paired_smollm2: Path) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=server, api_key="secret", timeout=120, max_retries=0)
+    assert [entry.id for entry in client.models.list()] == ["tiny"]
+    expected = json.loads(twobit("run", paired_smollm2, "-p", PROMPT, "-n", 12, "--mode", "full", "--json").stdout)["text"]
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, **PLAIN)
+    assert answer.choices[0].text == expected and answer.usage.completion_tokens == 12
+    streamed = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, stream=True, **PLAIN)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected
+
+    messages = [{"role": "user", "content": "Say hello."}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, **PLAIN).choices[0].message.content
+    chunks = client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, stream=True, **PLAIN)
+    assert whole and "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=server, api_key="wrong", max_retries=0).completions.create(model="tiny", prompt=PROMPT)
+
+
+def test_requests_wait_for_their_turn(server: str) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=server, api_key="secret", timeout=120, max_retries=0)
+
+    def ask(prompt: str) -> str:
+        return client.completions.create(model="tiny", prompt=prompt, max_tokens=8, **PLAIN).choices[0].text
+
+    prompts = [PROMPT, "Once upon a time", "def main():"]
+    alone = [ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(ask, prompts)) == alone
+
+
+def test_a_client_that_hangs_up_frees_the_server(server: str) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=server, api_key="secret", timeout=120, max_retries=0)
+    stream = client.completions.create(model="tiny", prompt="Once upon a time", max_tokens=1900, stream=True, temperature=1.5)
+    next(iter(stream))
+    stream.close()
+    begin = time.monotonic()
+    assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, **PLAIN).usage.completion_tokens == 2
+    assert time.monotonic() - begin < 12  # 1900 tokens would take longer
