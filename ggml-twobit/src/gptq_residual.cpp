@@ -19,7 +19,7 @@ struct reach {
 };
 
 reach reach_of(int bits) {
-    return bits == 4 ? reach{ 0.70f, 1.15f } : bits == 5 ? reach{ 0.80f, 1.08f } : reach{ 0.90f, 1.04f };
+    return bits == 4 ? reach{ 0.72f, 1.40f } : bits == 5 ? reach{ 0.82f, 1.20f } : reach{ 0.90f, 1.08f };
 }
 
 float largest(const float * t, int n) {
