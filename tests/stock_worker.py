@@ -14,7 +14,7 @@ from typing import Any
 import low_level
 import numpy as np
 
-GROUP = 64
+RUN = 32  # columns that share an activation scale
 MUL_MAT, MUL_MAT_ID = "MUL_MAT", "MUL_MAT_ID"
 
 
@@ -48,11 +48,11 @@ class Tensor(ctypes.Structure):
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """x (…, columns) as the verifier sees it: int8 in groups of 64, times its scale."""
-    groups = x.reshape(*x.shape[:-1], -1, GROUP)
-    largest = np.abs(groups).max(axis=-1, keepdims=True)
+    """x (…, columns) as the verifier sees it: int8 in runs of 32 columns, times their scale."""
+    runs = x.reshape(*x.shape[:-1], -1, RUN)
+    largest = np.abs(runs).max(axis=-1, keepdims=True)
     inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    return (np.rint(groups * inverse) * (largest / np.float32(127))).reshape(x.shape).astype(np.float32)
+    return (np.rint(runs * inverse) * (largest / np.float32(127))).reshape(x.shape).astype(np.float32)
 
 
 class Oracle:

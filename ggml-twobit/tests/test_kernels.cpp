@@ -137,9 +137,10 @@ static result multiply(const struct tb_kernels * k, const struct tb_matrix & m, 
         k->mul_add(&m, &acts, ys.data(), tiles * i / parts, tiles * (i + 1) / parts);
     }
     r.q.assign(acts.q, acts.q + n_tokens * m.cols);
-    r.sums.assign(acts.sums, acts.sums + n_tokens * groups);
-    r.sums16.assign(acts.sums16, acts.sums16 + n_tokens * groups * 4);
-    r.scales.assign(acts.scales, acts.scales + n_tokens * groups);
+    const int64_t n = n_tokens * (m.cols / TB_ACT_GROUP);
+    r.sums.assign(acts.sums, acts.sums + n);
+    r.sums16.assign(acts.sums16, acts.sums16 + 2 * n);
+    r.scales.assign(acts.scales, acts.scales + n);
     return r;
 }
 
@@ -271,7 +272,7 @@ static void check_base(const std::vector<const struct tb_kernels *> & sets, int 
                 for (int64_t k = 0; k < cols; k++) {
                     const int64_t first = t / TB_TOKENS * TB_TOKENS, width = tb_tile_width(&acts, first);
                     const int8_t q = acts.q[first * cols + (k / 4 * width + (t - first)) * 4 + k % 4];
-                    const double term = values[row * cols + k] * q * acts.scales[first * groups + k / TB_GROUP * width + (t - first)];
+                    const double term = values[row * cols + k] * q * acts.scales[first * (cols / TB_ACT_GROUP) + k / TB_ACT_GROUP * width + (t - first)];
                     sum += term;
                     size += std::fabs(term);
                 }

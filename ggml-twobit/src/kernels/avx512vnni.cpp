@@ -30,6 +30,7 @@ struct avx512vnni : tb_x86 {
     static inline I row_index() { return _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)); }
     static inline I lookup(I table, I index) { return _mm512_shuffle_epi8(table, index); }
     template <int N> static inline I shr32(I v) { return _mm512_srli_epi32(v, N); }
+    template <int N> static inline I shl32(I v) { return _mm512_slli_epi32(v, N); }
     static inline I mask32(I v, int bits) { return _mm512_and_si512(v, set(bits)); }
     static inline I dot16(I sums, I m, int32_t x) { return _mm512_dpwssd_epi32(sums, m, set(x)); }
 

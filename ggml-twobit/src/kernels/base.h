@@ -7,12 +7,12 @@
 //     Q2_K   d[32] f16, dmin[32] f16, then for each group [32 rows][4]: scale | min << 4 of      2.625
 //            its four sub-blocks of 16 columns
 //
-// The product: with x rounded as for residuals (xq, s of each 64 columns), q the 2-bit codes, and sums over a group that are exact,
+// The product: with x rounded as for residuals (xq, s of each 32 columns), q the 2-bit codes, and sums over those 32 that are exact,
 //
 //     Q2_0   acc = fma(float(Σ (q − 1)·xq) · s, d, acc)
 //     Q2_K   acc = fma(float(Σ scale·q·xq) · s, d, acc);  acc = fma(−(float(Σ min·xq) · s), dmin, acc)
 //
-// group after group from acc = 0. So it is exact in the same sense as the residual's: no sum depends on tokens, threads or
+// 32 columns after 32 from acc = 0. So it is exact in the same sense as the residual's: no sum depends on tokens, threads or
 // instruction set.
 
 #pragma once

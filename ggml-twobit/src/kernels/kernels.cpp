@@ -23,8 +23,8 @@ static size_t align64(size_t n) {
 }
 
 size_t tb_acts_nbytes(int64_t n_tokens, int64_t cols) {
-    const int64_t n = n_tokens * (cols / TB_GROUP);
-    return align64(n_tokens * cols) + 2 * align64(n * 4) + align64(n * 4 * 2);
+    const int64_t n = n_tokens * (cols / TB_ACT_GROUP);
+    return align64(n_tokens * cols) + 2 * align64(n * 4) + align64(n * 2 * 2);
 }
 
 void tb_acts_init(struct tb_acts * acts, void * scratch, int64_t n_tokens, int64_t cols) {
@@ -34,9 +34,9 @@ void tb_acts_init(struct tb_acts * acts, void * scratch, int64_t n_tokens, int64
     acts->q        = (int8_t *) p;
     p += align64(n_tokens * cols);
     acts->sums     = (int32_t *) p;
-    p += align64(n_tokens * (cols / TB_GROUP) * 4);
+    p += align64(n_tokens * (cols / TB_ACT_GROUP) * 4);
     acts->scales   = (float *) p;
-    p += align64(n_tokens * (cols / TB_GROUP) * 4);
+    p += align64(n_tokens * (cols / TB_ACT_GROUP) * 4);
     acts->sums16   = (int16_t *) p;
 }
 

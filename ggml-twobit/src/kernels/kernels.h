@@ -7,7 +7,8 @@
 
 #define TB_TILE_ROWS   32  // rows of a super-tile
 #define TB_BLOCK_COLS 256  // columns of a block
-#define TB_GROUP       64  // columns that share a scale code and an activation scale
+#define TB_GROUP       64  // columns that share a scale code
+#define TB_ACT_GROUP   32  // columns that share an activation scale
 #define TB_TOKENS       8  // tokens of a tile of activations
 #define TB_MAX_TOKENS  32  // tokens that one pass over the weights serves
 #define TB_TINY    0x1p-120f // a group of activations whose largest magnitude is below this is taken as zero
@@ -32,15 +33,15 @@ struct tb_base {
     int             type; // TB_BASE_…
 };
 
-// Activations rounded to int8, (tile of up to 8 tokens, column / 4, token, column % 4), and for each group of each tile's
-// tokens the sum of the int8 values and the scale: (tile, group, token). A tile of fewer tokens takes that much less room.
+// Activations rounded to int8, (tile of up to 8 tokens, column / 4, token, column % 4), and for each 32 columns of each tile's
+// tokens the sum of the int8 values and the scale: (tile, column / 32, token). A tile of fewer tokens takes that much less room.
 struct tb_acts {
     int64_t   n_tokens;
     int64_t   cols;
     int8_t  * q;
     int32_t * sums;
     float   * scales;
-    int16_t * sums16; // (tile, group, token, 4): of 16 columns each, the group's sub-blocks in the order 0, 2, 1, 3
+    int16_t * sums16; // (tile, column / 32, token, 2): of 16 columns each
 };
 
 // tokens of the tile that starts at token `first`: 8, fewer in the last one
@@ -57,7 +58,7 @@ int64_t tb_n_tiles(int64_t rows);                               // super-tiles
 
 struct tb_kernels {
     const char * name;
-    // rounds the groups [group0, group1) of every token; x[token] points to that token's cols floats
+    // rounds the groups of 64 columns [group0, group1) of every token; x[token] points to that token's cols floats
     void (*quantize)(const struct tb_acts * acts, const float * const * x, int64_t group0, int64_t group1);
     // y[token][row] += (R·x)[row] for the rows of the super-tiles [tile0, tile1); y[token] points to rows floats
     void (*mul_add)(const struct tb_matrix * m, const struct tb_acts * acts, float * const * y, int64_t tile0, int64_t tile1);

@@ -31,6 +31,7 @@ struct neon {
     static inline I row_index() { return int32x4_t{ 0, 0x04040404, 0x08080808, 0x0c0c0c0c }; }
     static inline I lookup(I table, I index) { return from_u8(vqtbl1q_u8(u8(table), u8(index))); }
     template <int N> static inline I shr32(I v) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v), N)); }
+    template <int N> static inline I shl32(I v) { return vshlq_n_s32(v, N); }
     static inline I mask32(I v, int bits) { return vandq_s32(v, set(bits)); }
     static inline I dot16(I sums, I m, int32_t x) {
         const int16x8_t a = vreinterpretq_s16_s32(m), b = vreinterpretq_s16_s32(set(x));
@@ -78,9 +79,9 @@ struct neon {
     }
 
     // scalar.cpp, quantize_group
-    static inline void quantize64(const float * x, int8_t * q, float * scale, int16_t * sums16) {
+    static inline void quantize32(const float * x, int8_t * q, float * scale, int16_t * sums16) {
         uint32x4_t max4 = vdupq_n_u32(0); // of |x|: as integers NaN > Inf > everything else
-        for (int i = 0; i < TB_GROUP; i += 4) {
+        for (int i = 0; i < TB_ACT_GROUP; i += 4) {
             max4 = vmaxq_u32(max4, vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), vdupq_n_u32(0x7fffffff)));
         }
         const uint32_t max_bits = vmaxvq_u32(max4);
@@ -89,13 +90,13 @@ struct neon {
         const bool finite = max_bits < 0x7f800000;
         if (!finite || max < TB_TINY) {
             *scale = finite ? 0.0f : NAN;
-            memset(q, 0, TB_GROUP);
-            memset(sums16, 0, 4 * sizeof(*sums16));
+            memset(q, 0, TB_ACT_GROUP);
+            memset(sums16, 0, 2 * sizeof(*sums16));
             return;
         }
         *scale = max / 127.0f;
         const float inverse = 127.0f / max;
-        for (int i = 0; i < TB_GROUP; i += 16) {
+        for (int i = 0; i < TB_ACT_GROUP; i += 16) {
             int32x4_t n[4];
             for (int j = 0; j < 4; j++) {
                 n[j] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4 * j), inverse));
@@ -103,7 +104,7 @@ struct neon {
             const int16x8_t a = vcombine_s16(vmovn_s32(n[0]), vmovn_s32(n[1])), b = vcombine_s16(vmovn_s32(n[2]), vmovn_s32(n[3]));
             const int8x16_t bytes = vcombine_s8(vmovn_s16(a), vmovn_s16(b));
             vst1q_s8(q + i, bytes);
-            sums16[(const int[]){ 0, 2, 1, 3 }[i / 16]] = vaddlvq_s8(bytes);
+            sums16[i / 16] = vaddlvq_s8(bytes);
         }
     }
 };

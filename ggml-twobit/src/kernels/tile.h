@@ -17,7 +17,7 @@
 // and for Q2_K
 //     multiples(scales)     in each lane bytes 0, 1, 2, 3 times its lowest 4 bits
 //     row_index, lookup     byte 4·(row within 128 bits) in all lanes; bytes of 128 bits looked up by index
-//     shr32<n>, mask32      of 32-bit lanes
+//     shr32<n>, shl32<n>, mask32         of 32-bit lanes
 //     dot16(sums, m, x)     sums += m · x, two int16 in each lane
 //     subtract(y, sums, s, ws)           y[row] = fma(−(float(sums) · s), ws[row], y[row])
 
@@ -42,9 +42,9 @@ struct tb_work {
     const uint8_t * scales16; // Q2_K: scales and mins of 16 columns each, (group, 32 rows, 4)
     int             width;    // tokens of the tile
     const int32_t * q;        // (column / 4, token)
-    const int32_t * sums;     // (group, token)
-    const float   * scales;   // (group, token)
-    const int32_t * sums16;   // (group, token, 2): pairs of int16
+    const int32_t * sums;     // (column / 32, token)
+    const float   * scales;   // (column / 32, token)
+    const int32_t * sums16;   // (column / 32, token): pairs of int16
     float         * y;        // (token, 32)
     const char    * ahead;    // what to prefetch next
     int             passes;   // how often the block's codes are gone through by all tiles of tokens together
@@ -54,21 +54,25 @@ struct tb_work {
 template <class V, class F, int T, int PASSES>
 static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row, int token) {
     using I = typename V::I;
-    constexpr int U = F::U, Z = F::Z, PARTS = V::PARTS, UNITS = TB_GROUP / 4 / U;
+    constexpr int U = F::U, Z = F::Z, PARTS = V::PARTS, UNITS = TB_ACT_GROUP / 4 / U;
     constexpr int OFFSET = F::BITS == 8 && V::SIGNED8 ? 0 : F::OFFSET;
     constexpr int LINES = (2 * Z + PASSES - 1) / PASSES;
     const int width = V::TOKENS == TB_TOKENS ? T : work.width; // a constant where registers hold a whole tile
     const uint8_t * codes = work.codes + row / 16 * Z * 64;
     const int32_t * q = work.q + token;
     const char * ahead = work.ahead;
-    for (int g = 0; g < work.n_groups; g++) {
+    for (int a = 0; a < 2 * work.n_groups; a++) { // 32 columns, half a group
+        const int g = a / 2;
         I sums[PARTS][T], scales[PARTS];
         tb_unroll<T>([&](auto t) TB_LAMBDA {
-            const I start = V::set(-OFFSET * work.sums[g * width + token + t]);
+            const I start = V::set(-OFFSET * work.sums[a * width + token + t]);
             tb_unroll<PARTS>([&](auto part) TB_LAMBDA { sums[part][t] = start; });
         });
         if constexpr (F::MINS) {
-            tb_unroll<PARTS>([&](auto part) TB_LAMBDA { scales[part] = V::load(work.scales16 + (g * TB_TILE_ROWS + row + part * V::LANES) * 4); });
+            tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
+                const I both = V::load(work.scales16 + (g * TB_TILE_ROWS + row + part * V::LANES) * 4);
+                scales[part] = a % 2 ? V::template shr32<16>(both) : both;
+            });
         }
         const auto unit = [&]() TB_LAMBDA {
             tb_unroll<LINES>([&](auto i) TB_LAMBDA { V::prefetch(ahead + 64 * i); });
@@ -112,19 +116,20 @@ static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row,
         }
         tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
             const int r = row + part * V::LANES;
-            if constexpr (F::MINS) { // bytes m0 m1 m2 m3 to pairs of int16: m0 m2, m1 m3
-                const I mins = V::template shr<4>(V::load(work.scales16 + (g * TB_TILE_ROWS + r) * 4));
-                const I even = V::mask32(mins, 0x000f000f), odd = V::mask32(V::template shr<8>(mins), 0x000f000f);
+            if constexpr (F::MINS) { // two of the bytes m0 m1 m2 m3 to a pair of int16
+                const I all  = V::template shr<4>(V::load(work.scales16 + (g * TB_TILE_ROWS + r) * 4));
+                const I here = a % 2 ? V::template shr32<16>(all) : all;
+                const I mins = V::or_masked(V::mask32(here, 0x0000000f), V::mask32(V::template shl32<8>(here), 0x000f0000), 0x0f);
                 tb_unroll<T>([&](auto t) TB_LAMBDA {
-                    const int i = g * width + token + t;
-                    const I m = V::dot16(V::dot16(V::set(0), even, work.sums16[2 * i]), odd, work.sums16[2 * i + 1]);
+                    const int i = a * width + token + t;
+                    const I m = V::dot16(V::set(0), mins, work.sums16[i]);
                     float * y = work.y + (token + t) * TB_TILE_ROWS + r;
                     V::accumulate(y, sums[part][t], work.scales[i], work.ws + r);
                     V::subtract(y, m, work.scales[i], work.ws + TB_TILE_ROWS + r);
                 });
             } else {
                 tb_unroll<T>([&](auto t) TB_LAMBDA {
-                    V::accumulate(work.y + (token + t) * TB_TILE_ROWS + r, sums[part][t], work.scales[g * width + token + t],
+                    V::accumulate(work.y + (token + t) * TB_TILE_ROWS + r, sums[part][t], work.scales[a * width + token + t],
                                   work.ws + g * TB_TILE_ROWS + r);
                 });
             }
@@ -202,11 +207,11 @@ template <class V, class F> struct tb_tile {
         for (int i = 0; i < n_tokens; i += TB_TOKENS) {
             const int64_t token = first + i;
             work.width  = n_tokens - i < TB_TOKENS ? n_tokens - i : TB_TOKENS;
-            const int64_t at = token * groups + g * work.width;
+            const int64_t at = 2 * (token * groups + g * work.width); // of 32 columns each
             work.q      = (const int32_t *) (acts->q + token * acts->cols) + g * (TB_GROUP / 4) * work.width;
             work.sums   = acts->sums + at;
             work.scales = acts->scales + at;
-            work.sums16 = (const int32_t *) acts->sums16 + 2 * at;
+            work.sums16 = (const int32_t *) acts->sums16 + at;
             work.y      = y + i * TB_TILE_ROWS;
             tb_block<V, F>(work);
         }
@@ -311,20 +316,20 @@ static void tb_mul_pair(const struct tb_base * b, const struct tb_matrix * m, co
 
 // ---- activations ----------------------------------------------------------------------------------------------------
 
-// V::quantize64(x, q, scale, sums16) rounds 64 values to q[64] and sums each 16 of them up, in the order 0, 2, 1, 3.
+// V::quantize32(x, q, scale, sums16) rounds 32 values to q[32] and sums each 16 of them up.
 template <class V> static void tb_quantize(const struct tb_acts * acts, const float * const * x, int64_t group0, int64_t group1) {
-    const int64_t groups = acts->cols / TB_GROUP;
+    const int64_t groups = acts->cols / TB_ACT_GROUP;
     for (int64_t token = 0; token < acts->n_tokens; token++) {
         const int64_t first = token / TB_TOKENS * TB_TOKENS; // of the token's tile
         const int64_t width = tb_tile_width(acts, first);
         int32_t * q = (int32_t *) (acts->q + first * acts->cols) + (token - first);
-        for (int64_t g = group0; g < group1; g++) {
-            const int64_t i = first * groups + g * width + (token - first);
-            alignas(64) int32_t rounded[TB_GROUP / 4];
-            V::quantize64(x[token] + g * TB_GROUP, (int8_t *) rounded, &acts->scales[i], acts->sums16 + 4 * i);
-            acts->sums[i] = acts->sums16[4 * i] + acts->sums16[4 * i + 1] + acts->sums16[4 * i + 2] + acts->sums16[4 * i + 3];
-            for (int k = 0; k < TB_GROUP / 4; k++) {
-                q[(g * (TB_GROUP / 4) + k) * width] = rounded[k];
+        for (int64_t a = group0 * TB_GROUP / TB_ACT_GROUP; a < group1 * TB_GROUP / TB_ACT_GROUP; a++) {
+            const int64_t i = first * groups + a * width + (token - first);
+            alignas(64) int32_t rounded[TB_ACT_GROUP / 4];
+            V::quantize32(x[token] + a * TB_ACT_GROUP, (int8_t *) rounded, &acts->scales[i], acts->sums16 + 2 * i);
+            acts->sums[i] = acts->sums16[2 * i] + acts->sums16[2 * i + 1];
+            for (int k = 0; k < TB_ACT_GROUP / 4; k++) {
+                q[(a * (TB_ACT_GROUP / 4) + k) * width] = rounded[k];
             }
         }
     }

@@ -14,12 +14,12 @@ struct tb_x86 {
         __asm__ volatile("prefetcht0 %0" : : "m"(*p)); // a loop of nothing but _mm_prefetch is dropped by GCC 12
     }
 
-    // 64 values to int8 (scalar.cpp, quantize_group)
-    static inline void quantize64(const float * x, int8_t * q, float * scale, int16_t * sums16) {
+    // 32 values to int8 (scalar.cpp, quantize_group)
+    static inline void quantize32(const float * x, int8_t * q, float * scale, int16_t * sums16) {
         const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-        __m256 v[8];
+        __m256 v[4];
         __m256i max8 = _mm256_setzero_si256(); // of |x|: as integers NaN > Inf > everything else
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < 4; i++) {
             v[i] = _mm256_loadu_ps(x + 8 * i);
             max8 = _mm256_max_epi32(max8, _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude));
         }
@@ -31,29 +31,23 @@ struct tb_x86 {
         if (!finite || max < TB_TINY) {
             *scale = finite ? 0.0f : NAN;
             _mm256_storeu_si256((__m256i *) q, _mm256_setzero_si256());
-            _mm256_storeu_si256((__m256i *) q + 1, _mm256_setzero_si256());
-            memset(sums16, 0, 4 * sizeof(*sums16));
+            memset(sums16, 0, 2 * sizeof(*sums16));
             return;
         }
         *scale = max / 127.0f;
         const __m256 inverse = _mm256_set1_ps(127.0f / max);
-        __m256i n[8];
-        for (int i = 0; i < 8; i++) {
+        __m256i n[4];
+        for (int i = 0; i < 4; i++) {
             n[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
         }
         const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); // the packs interleave 128-bit halves
-        __m256i sums[2]; // of 4 columns in each lane
-        for (int i = 0; i < 2; i++) {
-            const __m256i * h = n + 4 * i;
-            __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(h[0], h[1]), _mm256_packs_epi32(h[2], h[3]));
-            bytes = _mm256_permutevar8x32_epi32(bytes, order);
-            _mm256_storeu_si256((__m256i *) q + i, bytes);
-            sums[i] = _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes));
-        }
-        const __m256i pairs = _mm256_hadd_epi32(sums[0], sums[1]);               // 128 bits: 0 0 2 2 | 1 1 3 3, halves of each
-        const __m256i all = _mm256_hadd_epi32(pairs, pairs);                     // 0 2 0 2 | 1 3 1 3
-        const __m128i both = _mm_unpacklo_epi64(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-        _mm_storel_epi64((__m128i *) sums16, _mm_packs_epi32(both, both));       // 0 2 1 3
+        __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(n[0], n[1]), _mm256_packs_epi32(n[2], n[3]));
+        bytes = _mm256_permutevar8x32_epi32(bytes, order);
+        _mm256_storeu_si256((__m256i *) q, bytes);
+        const __m256i fours = _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes)); // sums of 4 columns
+        const __m256i eights = _mm256_hadd_epi32(fours, fours), all = _mm256_hadd_epi32(eights, eights); // 16 columns in each half
+        sums16[0] = (int16_t) _mm256_cvtsi256_si32(all);
+        sums16[1] = (int16_t) _mm_cvtsi128_si32(_mm256_extracti128_si256(all, 1));
     }
 };
 
@@ -73,6 +67,7 @@ struct tb_x86_256 : tb_x86 {
     static inline I row_index() { return _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)); }
     static inline I lookup(I table, I index) { return _mm256_shuffle_epi8(table, index); }
     template <int N> static inline I shr32(I v) { return _mm256_srli_epi32(v, N); }
+    template <int N> static inline I shl32(I v) { return _mm256_slli_epi32(v, N); }
     static inline I mask32(I v, int bits) { return _mm256_and_si256(v, set(bits)); }
     static inline I dot16(I sums, I m, int32_t x) { return _mm256_add_epi32(sums, _mm256_madd_epi16(m, set(x))); }
 
