@@ -289,10 +289,6 @@ class Llama(llama_cpp.Llama):
                     stats.seconds["sample"] += time.perf_counter() - begin
                     stats.tokens += 1
                     if stopping is not None and stopping(self._input_ids, engine.logits(step).copy()):
-                        off_trunk = engine.settle()
-                        self.n_tokens -= len(off_trunk)
-                        if off_trunk:
-                            self.eval(off_trunk)  # llama_cpp.Llama asks the criteria again, about the text as it is then
                         return
                     yield token
                     if not engine.sampled(step, token):
@@ -313,12 +309,16 @@ class Llama(llama_cpp.Llama):
         """Brings cells and counts back to what llama_cpp.Llama expects: n_tokens positions in sequence 0, no other sequences."""
         if self._speculator is None or self._ctx.ctx is None:
             return
+        off_trunk: list[int] = []
         if self._speculator.is_open:
-            self.n_tokens -= len(self._speculator.settle())
+            off_trunk = self._speculator.settle()
+            self.n_tokens -= len(off_trunk)
             self._speculator.trim(self.n_tokens)  # an interrupt may have come between decoding and counting
             # the rows of a tree are not those of a text: an exact prompt match must not sample from them
             self._requires_eval = True
         self._speculator.unmirror()
+        if off_trunk:
+            self.eval(off_trunk)
 
     def _engine(self) -> Speculator:
         if self._speculator is None:
