@@ -82,7 +82,8 @@ def _write(file: BinaryIO, section: BinaryIO, tensor: Tensor, pair: Pair | None,
                 tile = format.residual_nbytes(pair.bits, format.TILE_ROWS, pair.columns, 1)
                 one = format.residual_nbytes(pair.bits, rows, pair.columns, 1)
                 section.seek(pair.residual_offset + matrix * one + row // format.TILE_ROWS * tile)
-                weights += _residual(pair, section.read(format.residual_nbytes(pair.bits, n, pair.columns, 1)), n)
+                packed = section.read(format.residual_nbytes(pair.bits, n, pair.columns, 1))
+                weights += residual_values(pair.bits, pair.factor, packed, n, pair.columns)
             out.write(np.clip(weights, -_HALF_MAX, _HALF_MAX).astype(np.float16).tobytes())
 
 
@@ -93,9 +94,10 @@ def dequantize(kind: int, data: bytes | np.ndarray, rows: int, columns: int) -> 
     return out
 
 
-def _residual(pair: Pair, data: bytes, rows: int) -> np.ndarray:
-    out = np.empty((rows, pair.columns), np.float32)
-    check(lib().twobit_residual_decode(pair.bits, pair.factor, ffi.from_buffer(data), rows, pair.columns, ffi.from_buffer("float[]", out)))
+def residual_values(bits: int, factor: float, data: bytes | np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Rows of a packed residual (whole super-tiles) as f32, (rows, columns)."""
+    out = np.empty((rows, columns), np.float32)
+    check(lib().twobit_residual_decode(bits, factor, ffi.from_buffer(data), rows, columns, ffi.from_buffer("float[]", out)))
     return out
 
 
