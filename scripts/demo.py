@@ -80,7 +80,8 @@ def main() -> None:
         per = f"{result['speculation']['tokens_per_verification']:.2f}" if mode == "speculative" else "-" if mode == "draft" else "1"
         ram = 0 if mode == "draft" else size["residual"]
         print(f"{mode:<34}{result['tokens_per_second']:>9.1f}{per:>25}{size['base']:>10.1f}{ram:>9.1f}")
-    print(f"{'llama.cpp itself, the Q4_1 source':<34}{source['tokens_per_second']:>9.1f}{'1':>25}{smollm2.gguf().stat().st_size / 1e6:>10.1f}{0:>9.1f}")
+    own = "llama.cpp itself, the Q4_1 source"
+    print(f"{own:<34}{source['tokens_per_second']:>9.1f}{'1':>25}{smollm2.gguf().stat().st_size / 1e6:>10.1f}{0:>9.1f}")
     print("VRAM and RAM: the paired matrices where the base is on a GPU; the token embedding (30 MB) and the KV cache come on top.\n")
     print(REMARKS)
     print(f"\n{time.perf_counter() - start:.0f} s; the file is {PAIRED}: twobit run {PAIRED}")

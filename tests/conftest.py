@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# ggml's threads spin at barriers: with an RPC server or another test run on the same cores they would take the time from those they wait for
+# ggml's threads spin at barriers: with an RPC server on the same cores they would take the time from those they wait for
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ROOT = Path(__file__).resolve().parent.parent
