@@ -28,11 +28,12 @@ PROMPT = (
 N_TOKENS = 96
 
 REMARKS = """\
-What this shows: one file, one context, three modes. Speculative text is the full model's, whatever the draft is worth; the weights a GPU would have to
-hold shrink to the base. What it cannot show: a gain. At 135M parameters 2 bits a weight leave little of the model, so drafts are seldom right,
-and without calibration (twobit calibrate) even less so; and on a CPU base and residual share one memory, so a draft pass costs nearly as much as it
-saves. The gain comes with models of some billions of parameters whose base is on a GPU. Where the Q8 model fits into VRAM, plain llama.cpp is the
-right tool."""
+What this shows: one file, one context, three modes. Speculative text is the full model's, whatever the draft is worth;
+the weights a GPU would have to hold shrink to the base. What it cannot show: a gain. At 135M parameters 2 bits a weight
+leave little of the model, so drafts are seldom right, and without calibration (twobit calibrate) even less so; and on a
+CPU base and residual share one memory, so a draft pass costs nearly as much as it saves. The gain comes with models of
+some billions of parameters whose base is on a GPU. Where the Q8 model fits into VRAM, plain llama.cpp is the right
+tool."""
 
 
 def run(*command: str, capture: bool = False) -> str:

@@ -1,9 +1,9 @@
 """Runs paired models in a Python whose llama_cpp has RPC: python rpc_worker.py JOB, both JOB and the answer in JSON.
 
-JOB: {"models": [options of twobit_gguf.Llama, …], "prompts": […], "n_predict": tokens, "logits": file.npz}. All models are loaded first,
-then each prompt is given to each of them in turn. The answer has for each model its texts, their tokens, at each token the gap between the two
-best log-probabilities, and the counters of one single-token evaluation. The npz file has the logits of TEXT for each model, "0", "1", …:
-(tokens, vocabulary).
+JOB: {"models": [options of twobit_gguf.Llama, …], "prompts": […], "n_predict": tokens, "logits": file.npz}. All models
+are loaded first, then each prompt is given to each of them in turn. The answer has for each model its texts, their
+tokens, at each token the gap between the two best log-probabilities, and the counters of one single-token evaluation.
+The npz file has the logits of TEXT for each model, "0", "1", …: (tokens, vocabulary).
 """
 
 from __future__ import annotations
