@@ -242,7 +242,7 @@ def run_calibrate(model: Path, out: Path, text: Path, *options: str) -> Calibrat
     return Calibration(out)
 
 
-@pytest.mark.parametrize("name", ["llama", "moe"])
+@pytest.mark.parametrize("name", ["llama", "moe", "gemma3"])
 def test_what_is_shared_and_what_it_holds(name: str, tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
     calibration = run_calibrate(tiny_gguf(name), tmp_path / "c", text_file)
     shared = calibration.info.weights

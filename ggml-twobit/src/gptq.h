@@ -25,7 +25,7 @@
 
 // The hot functions are compiled for several instruction sets, one of which is chosen when the library is loaded.
 // (Not under AddressSanitizer, whose run time is not there yet at that moment.)
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_ADDRESS__)
 #    define GPTQ_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #    define GPTQ_CLONES
