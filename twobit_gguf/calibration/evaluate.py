@@ -1,8 +1,8 @@
 """`twobit eval FILE --reference REF.gguf`: how much of the reference a paired GGUF keeps, as verifier and as draft.
 
 KL divergence, same top token and perplexity are taken over the second half of sequences of 512 tokens. "verify" is the model as it
-runs, "weights" its weights alone with f16 activations, "draft" the 2-bit base as it runs. "bits in RAM" is what a step of decoding
-reads from RAM for each weight: the residual of a pair (its base is on the GPU), all of a stock model.
+runs, "draft" its 2-bit base as it runs, "weights" either one's weights alone with f16 activations. "bits in RAM" is what a step of
+decoding reads from RAM for each weight: the residual of a pair (its base is on the GPU), all of a stock model.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .expand import base_bits, quantize_stock, ram_bits, write_f16
 from .model import CONTEXT, Vocabulary, cut
 from .text import default_text, read_texts
 
+_ROWS = ("verify", "verify-weights", "draft", "draft-weights")
 _FIRST = CONTEXT // 2  # first scored position
 _STOCK = {"q8_0": 7, "q6_k": 18, "q5_k": 17, "q4_k": 15, "q3_k": 12, "q2_k": 10}  # llama_ftype
 
@@ -88,22 +89,22 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         reference = Reference(args.reference, text, args.sequences, folder, args.threads)
         rows["reference"] = reference.summary | {"ram_bits": ram_bits(args.reference)}
-        bits = ram_bits(args.model)
-        rows["verify"] = reference.compare(args.model, "full", "verify") | {"ram_bits": bits}
-        if not args.no_weights:
-            write_f16(args.model, folder / "weights.gguf")
-            rows["verify weights"] = reference.compare(folder / "weights.gguf", "full", "verify weights") | {"ram_bits": bits}
-            (folder / "weights.gguf").unlink()
-        rows["draft"] = reference.compare(args.model, "draft", "draft") | {"ram_bits": 0.0}
+        expanded = folder / "weights.gguf"
+        for row in args.rows:
+            name, of_weights = row.replace("-", " "), row.endswith("-weights")
+            full = row.startswith("verify")
+            if of_weights:
+                write_f16(args.model, expanded, residual=full)
+            divergence = reference.compare(expanded if of_weights else args.model, "full" if full or of_weights else "draft", name)
+            rows[name] = divergence | {"ram_bits": ram_bits(args.model) if full else 0.0}
         for kind in args.beside:
-            stock, expanded = folder / f"{kind}.gguf", folder / f"{kind}-f16.gguf"
+            stock = folder / f"{kind}.gguf"
             quantize_stock(args.reference, stock, _STOCK[kind])
-            bits = ram_bits(stock)
-            rows[kind] = reference.compare(stock, "full", kind) | {"ram_bits": bits}
-            if not args.no_weights:
+            if any(not row.endswith("-weights") for row in args.rows):
+                rows[kind] = reference.compare(stock, "full", kind) | {"ram_bits": ram_bits(stock)}
+            if any(row.endswith("-weights") for row in args.rows):
                 write_f16(stock, expanded)
-                rows[f"{kind} weights"] = reference.compare(expanded, "full", f"{kind} weights") | {"ram_bits": bits}
-                expanded.unlink()
+                rows[f"{kind} weights"] = reference.compare(expanded, "full", f"{kind} weights") | {"ram_bits": ram_bits(stock)}
             stock.unlink()
     if args.acceptance:
         result["acceptance"] = {
@@ -166,7 +167,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
                         help="not the calibration's (default: passages of what Python ships with that calibrate leaves out)")  # fmt: skip
     parser.add_argument("--sequences", type=int, default=16, help="of 512 tokens (default: %(default)s)")
     parser.add_argument("--beside", nargs="+", choices=_STOCK, default=[], help="stock types of the reference, for comparison")
-    parser.add_argument("--no-weights", action="store_true", help="leave out the weights-only rows (they need disk space for f16 copies)")
+    parser.add_argument("--rows", nargs="*", choices=_ROWS, default=_ROWS[:3],
+                        help="what to measure (default: %(default)s); -weights needs disk space for an f16 copy")  # fmt: skip
     parser.add_argument("--acceptance", nargs="+", choices=acceptance.SHAPES, default=[], help="also measure tokens per verification")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="for --acceptance (default: greedy)")
     parser.add_argument("--prompts", type=int, default=len(acceptance.PROMPTS), help="for --acceptance (default: all %(default)s)")
