@@ -9,29 +9,25 @@ import numpy.typing as npt
 
 from .tree import Candidate
 
+_NEGLIGIBLE = 16.0  # e-folds below the best: 260k such tokens have 3 % of the best one's probability together
 
-class TopCandidates:
-    """Picks the best tokens of rows of n_vocab logits; keeps its scratch.
 
-    A comparison with p_min finds the likely ones, so only those few are sorted.
+def top_candidates(logits: npt.NDArray[np.float32], count: int, p_min: float) -> list[Candidate]:
+    """At most `count` tokens with p >= p_min, best first; the best one always. Equal logits: the lower token first.
+
+    One comparison leaves a few hundred of 150k tokens to look at: 0.05 ms.
     """
-
-    def __init__(self, n_vocab: int) -> None:
-        self._scratch = np.empty(n_vocab, np.float32)
-
-    def __call__(self, logits: npt.NDArray[np.float32], count: int, p_min: float) -> list[Candidate]:
-        """At most `count` tokens with p >= p_min, best first; the best one always. Equal logits: the lower token first."""
-        best = int(logits.argmax())
-        top = float(logits[best])
-        if not math.isfinite(top):
-            return []  # NaN or all -inf: nothing to draft from
-        np.subtract(logits, logits[best], out=self._scratch)
-        np.exp(self._scratch, out=self._scratch)
-        total = float(self._scratch.sum())
-        first = Candidate(best, 0, 1.0 / total)
-        if count == 1:
-            return [first]
-        (likely,) = np.nonzero(self._scratch >= p_min * total)
-        likely = likely[likely != best]
-        order = likely[np.argsort(-self._scratch[likely], kind="stable")][: count - 1]
-        return [first] + [Candidate(int(token), rank, float(self._scratch[token]) / total) for rank, token in enumerate(order, 1)]
+    best = int(logits.argmax())
+    top = float(logits[best])
+    if not math.isfinite(top):
+        return []  # NaN or all -inf: nothing to draft from
+    tokens = np.flatnonzero(logits > top - _NEGLIGIBLE)
+    weights = np.exp(logits[tokens] - top)
+    total = float(weights.sum())
+    found = [Candidate(best, 0, 1.0 / total)]
+    if count > 1:
+        likely = np.flatnonzero(weights >= p_min * total)
+        order = likely[np.argsort(-weights[likely], kind="stable")]
+        others = [i for i in order if tokens[i] != best][: count - 1]
+        found += [Candidate(int(tokens[i]), rank, float(weights[i]) / total) for rank, i in enumerate(others, 1)]
+    return found

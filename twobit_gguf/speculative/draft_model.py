@@ -40,7 +40,7 @@ class TwobitDraftModel(LlamaDraftModel):
         self._llama = llama
         vocab = llama._model.vocab
         self._draft = BaseDraft(
-            Cells(llama.ctx, 1, llama.n_vocab()), llama.n_vocab(), Acceptance(), self._options,
+            Cells(llama.ctx, 1, llama.n_vocab()), Acceptance(), self._options,
             lambda token: bool(llama_c.llama_vocab_is_eog(vocab, token)),
         )  # fmt: skip
 

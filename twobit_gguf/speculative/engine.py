@@ -103,7 +103,7 @@ class Speculator:
         self._batch = Batch(self._widest, options.n_seq)
         self._costs_key = costs_key
         self._rate = Rate()
-        self._base = BaseDraft(self._cells, n_vocab, Acceptance(), options, is_end)
+        self._base = BaseDraft(self._cells, Acceptance(), options, is_end)
         self._lookup = PromptLookup(options.lookup, history) if options.lookup else None
         self._step: Step | None = None
 

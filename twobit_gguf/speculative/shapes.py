@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from .. import plugin
 from .acceptance import Acceptance
-from .candidates import TopCandidates
+from .candidates import top_candidates
 from .cells import Batch, Cells
 from .options import MAX_WIDTH, SpeculationOptions
 from .tree import ROOT, Candidate, DraftTree
@@ -24,13 +24,10 @@ class BaseDraft:
     Anything with this grow() can take its place: prompt lookup does, and an MTP head would.
     """
 
-    def __init__(
-        self, cells: Cells, n_vocab: int, acceptance: Acceptance, options: SpeculationOptions, is_end: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, cells: Cells, acceptance: Acceptance, options: SpeculationOptions, is_end: Callable[[int], bool]) -> None:
         self._cells = cells
         self._options = options
         self._is_end = is_end
-        self._top = TopCandidates(n_vocab)
         self._branches = 1 if options.shape == "chain" else options.branches
         self._batch = Batch(MAX_WIDTH, 1)
         self._n_used = 1  # sequences that hold cells of the draft
@@ -155,6 +152,6 @@ class BaseDraft:
                 rows.append(row)
         with plugin.mode("draft"):
             self._cells.decode(self._batch)
-        found = [self._top(self._cells.logits(row), self._branches, _P_MIN) for row in rows]
+        found = [top_candidates(self._cells.logits(row), self._branches, _P_MIN) for row in rows]
         self.pass_seconds.append(time.perf_counter() - begin)
         return found
