@@ -12,7 +12,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-ARCHITECTURES = ("llama", "qwen2", "gemma3", "qwen3moe")
+ARCHITECTURES = ("llama", "qwen2", "gemma2", "gemma3", "qwen3moe")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def tensors(arch: str, shape: Shape) -> Iterator[Tensor]:
         if arch in ("gemma3", "qwen3moe"):
             yield vector(block + "attn_q_norm.weight", shape.head_dim, 1)
             yield vector(block + "attn_k_norm.weight", shape.head_dim, 1)
-        if arch == "gemma3":
+        if arch in ("gemma2", "gemma3"):
             yield vector(block + "post_attention_norm.weight", e, 1)
             yield vector(block + "post_ffw_norm.weight", e, 1)
         yield vector(block + "ffn_norm.weight", e, 1)
@@ -117,8 +117,11 @@ def _add_keys(writer: gguf.GGUFWriter, arch: str, shape: Shape) -> None:
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    if arch == "gemma3":
+    if arch in ("gemma2", "gemma3"):
         writer.add_sliding_window(512)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(5.0)  # low: or random scores would not come near it
+        writer.add_final_logit_softcapping(30.0)
     if shape.n_expert:
         writer.add_expert_count(shape.n_expert)
         writer.add_expert_used_count(shape.n_expert_used)
