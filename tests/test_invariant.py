@@ -1,4 +1,4 @@
-"""Verify mode on the CPU is batch-invariant: a token's logits have the same bits whatever number of tokens it is decoded with, on any threads.
+"""Verify mode on the CPU is batch-invariant: logits have the same bits whatever number of tokens is decoded at once, on any threads.
 
 As a program, for a process with an environment of its own:  python test_invariant.py MODEL OUT.npy N_TOKENS FLASH WIDTH…
 writes the logits (widths, tokens, vocabulary).
