@@ -335,7 +335,7 @@ def test_drafting_that_does_not_pay_stops(tiny: Callable[..., Llama]) -> None:
     engine = model._engine()
     engine.costs = Costs(1.0, [1.0] * len(KNOTS))  # a draft pass as dear as a verification
     greedy(model, "in the", 150)
-    assert model.speculation_stats.plain_steps > 130
+    assert model.speculation_stats.plain_steps > 120
 
 
 def test_drafting_that_is_free_goes_deep(tiny: Callable[..., Llama]) -> None:
@@ -384,7 +384,7 @@ def test_cost_cache_survives_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_rate_pauses_and_comes_back() -> None:
     rate = Rate()
-    for _ in range(4):
+    for _ in range(6):
         assert rate.should_speculate()
         rate.saw_step(1, 2.0, plain=1.0)  # half as fast as plain decoding
     pause = 0

@@ -44,13 +44,13 @@ class Costs:
         self.draft += 0.05 * (min(seconds, 4 * self.draft) - self.draft)
 
     def saw_verify(self, n_tokens: int, seconds: float) -> None:
-        """One verification took this long; the knots beside its width follow it, the others a little."""
+        """One verification took this long; the knots beside its width follow it, the others at half the pace."""
         expected = self.verify(n_tokens)
         ratio = min(max(seconds / expected, 0.25), 4.0)
         for i, knot in enumerate(KNOTS):
             left = KNOTS[i - 1] if i else 0
             right = KNOTS[i + 1] if i + 1 < len(KNOTS) else 1 << 30
-            step = 0.1 if left < n_tokens < right or knot == n_tokens else 0.01
+            step = 0.1 if left < n_tokens < right or knot == n_tokens else 0.05
             self._verify[i] *= 1 + step * (ratio - 1)
 
     def to_dict(self) -> dict[str, object]:
@@ -94,7 +94,8 @@ class Rate:
     until speculation pays again.
     """
 
-    _TRIAL = 4  # steps of speculation before it is judged
+    _TRIAL = 6  # steps of speculation before it is judged
+    _MARGIN = 0.97  # of plain decoding's rate: less than this is slower, not noise
     _PAUSE = 24  # tokens of the first pause
     _LONGEST = 1024
 
@@ -127,7 +128,7 @@ class Rate:
         self._steps += 1
         if self._steps < self._TRIAL:
             return
-        if self.speculative() < plain:
+        if self.speculative() < self._MARGIN * plain:
             self._paused = self._pause
             self._pause = min(2 * self._pause, self._LONGEST)
             self._tokens = self._seconds = 0.0

@@ -10,6 +10,7 @@ is decoded again as one of the next step's roots.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -245,7 +246,7 @@ class Speculator:
             self._cells.remove(seq, step.n_past)
 
     def _measure(self, roots: Sequence[int], n_past: int) -> None:
-        """Costs from the cache, or measured on cells that are thrown away: each width twice, between draft passes as in real use."""
+        """Costs from the cache, or measured on cells that are thrown away: each width three times, between draft passes as in real use."""
         self.costs = costs_.load(self._costs_key)
         if self.costs is not None:
             return
@@ -258,12 +259,12 @@ class Speculator:
             if width > widest:  # a straight line from the widest that there was room for
                 verifies.append(verifies[-1] + max(verifies[-1] - (verifies[-2] if len(verifies) > 1 else 0.0), 1e-9))
                 continue
-            best = float("inf")
-            for _ in range(2):
+            times = []
+            for _ in range(3):
                 drafts.append(self._time("draft", token, 1, n_past))
-                best = min(best, self._time("full", token, width, n_past))
-            verifies.append(best)
-        self.costs = Costs(sorted(drafts)[len(drafts) // 2], verifies)
+                times.append(self._time("full", token, width, n_past))
+            verifies.append(statistics.median(times))
+        self.costs = Costs(statistics.median(drafts), verifies)
         self.stats.seconds["measure"] += time.perf_counter() - begin
         if widest == MAX_WIDTH:
             costs_.save(self._costs_key, self.costs)
