@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -186,6 +187,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """The command. Exit status 0, 2 for what it refuses."""
     args = _parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated run takes its temporary files along, too
     try:
         result = evaluate(args)
         if args.plot:
@@ -200,6 +202,10 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     print(json.dumps(result, indent=2) if args.json else render(result))
     return 0
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
