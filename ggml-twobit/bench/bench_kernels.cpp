@@ -1,6 +1,6 @@
 // bench_kernels.cpp: times of our kernels, ggml's, and a pure read of the same bytes, all in ggml's own threads.
 //
-//     twobit-bench-kernels [--only NAME,…] [--kernel SET] [--tokens 1,2,…] [--threads 1,2,…] [--weights MILLIONS] [--seconds S]
+//     [--only NAME,…] [--kernel SET] [--tokens 1,2,…] [--threads 1,2,…] [--weights MILLIONS] [--seconds S]
 //
 // The contestants take turns: between two passes over the same weights all the others' go by, so nothing stays in a cache. Prints
 // JSON with every single time; twobit_gguf/bench_kernels.py makes tables and plots of it.
@@ -65,17 +65,37 @@ static std::vector<int> numbers(const char * list) {
     return values;
 }
 
+static const struct {
+    const char * name;
+    int          base, bits;
+} OURS[] = {
+    { "R4", 0, 4 }, { "R5", 0, 5 }, { "R6", 0, 6 }, { "R8", 0, 8 },
+    { "base Q2_K", TB_BASE_Q2_K, 0 }, { "base Q2_0", TB_BASE_Q2_0, 0 }, { "base Q2_K+R6", TB_BASE_Q2_K, 6 }, { "base Q2_0+R6", TB_BASE_Q2_0, 6 },
+};
+
+static const struct {
+    const char * name;
+    ggml_type    type;
+    bool         repack;
+} GGML[] = {
+    { "Q8_0", GGML_TYPE_Q8_0, false }, { "Q6_K", GGML_TYPE_Q6_K, false }, { "Q2_K", GGML_TYPE_Q2_K, false },
+    { "Q2_K repacked", GGML_TYPE_Q2_K, true }, { "Q2_0", GGML_TYPE_Q2_0, false },
+};
+
 static contestant * make(const std::string & name, const char * kernel, const std::vector<shape> & shapes) {
-    const std::string type = name.substr(0, name.find(' '));
-    const bool repack = name.size() > type.size();
-    if (name == "read") return new_read(shapes);
-    if (name == "R4") return new_residual(4, kernel, shapes);
-    if (name == "R5") return new_residual(5, kernel, shapes);
-    if (name == "R6") return new_residual(6, kernel, shapes);
-    if (name == "R8") return new_residual(8, kernel, shapes);
-    if (type == "Q8_0") return new_ggml(GGML_TYPE_Q8_0, repack, shapes);
-    if (type == "Q6_K") return new_ggml(GGML_TYPE_Q6_K, repack, shapes);
-    if (type == "Q2_K") return new_ggml(GGML_TYPE_Q2_K, repack, shapes);
+    if (name == "read") {
+        return new_read(shapes);
+    }
+    for (const auto & o : OURS) {
+        if (name == o.name) {
+            return new_ours(o.base, o.bits, kernel, shapes);
+        }
+    }
+    for (const auto & g : GGML) {
+        if (name == g.name) {
+            return new_ggml(g.type, g.repack, shapes);
+        }
+    }
     fprintf(stderr, "%s: not a contestant\n", name.c_str());
     exit(2);
 }
@@ -86,13 +106,14 @@ struct series {
     std::vector<double> seconds;
 };
 
-int main(int argc, char ** argv) {
-    std::vector<std::string> names = { "read", "R4", "R5", "R6", "R8", "Q8_0", "Q6_K", "Q2_K", "Q2_K repacked" };
+// The process has called ggml's libraries up already. Returns the exit status.
+extern "C" __attribute__((visibility("default"))) int twobit_bench_kernels(int argc, char ** argv) {
+    std::vector<std::string> names = { "read", "R4", "R5", "R6", "R8", "base Q2_K", "base Q2_K+R6", "Q8_0", "Q6_K", "Q2_K", "Q2_K repacked" };
     std::vector<int> tokens = { 1, 2, 4, 8, 16, 32 }, threads = { 1, 2 };
     const char * kernel = NULL;
     int64_t millions = 1000;
     double seconds = 60.0;
-    for (int i = 1; i < argc; i += 2) {
+    for (int i = 0; i < argc; i += 2) {
         const std::string option = argv[i];
         const char * value = i + 1 < argc ? argv[i + 1] : "";
         if (option == "--only") names = split(value);
@@ -177,5 +198,6 @@ int main(int argc, char ** argv) {
         printf("]}");
     }
     printf("]}\n");
+    fflush(stdout);
     return 0;
 }

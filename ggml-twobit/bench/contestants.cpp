@@ -1,5 +1,6 @@
 #include "contestants.h"
 
+#include "kernels/base.h"
 #include "kernels/f16.h"
 #include "kernels/kernels.h"
 #include "kernels/packing.h"
@@ -18,13 +19,19 @@
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
+// In huge pages: with small ones the luck of which pages a contestant got made 20 % of difference.
 static uint8_t * map(int64_t size) {
-    void * p = mmap(NULL, size + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const size_t huge = 2 << 20;
+    void * p = mmap(NULL, size + 2 * huge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) {
         fprintf(stderr, "no memory for %lld bytes of weights\n", (long long) size);
         exit(1);
     }
-    return (uint8_t *) p;
+    uint8_t * aligned = (uint8_t *) (((uintptr_t) p + huge - 1) / huge * huge);
+#ifdef MADV_HUGEPAGE
+    madvise(aligned, size + huge, MADV_HUGEPAGE);
+#endif
+    return aligned;
 }
 
 static void fill_random(uint8_t * p, int64_t size) {
@@ -72,7 +79,6 @@ void read_piece(ggml_tensor *, int ith, int nth, void * user) {
     uint64_t sums[8] = {};
     const uint64_t * v = (const uint64_t *) p->data + lines * ith / nth * 8;
     for (const uint64_t * end = (const uint64_t *) p->data + lines * (ith + 1) / nth * 8; v < end; v += 8) {
-        __builtin_prefetch(v + 1024); // 8 KiB ahead: faster than the hardware's own prefetching alone
         for (int i = 0; i < 8; i++) {
             sums[i] ^= v[i];
         }
@@ -117,9 +123,14 @@ contestant * new_read(const std::vector<shape> & shapes) {
 
 namespace {
 
+struct weights { // of one product: base, residual or both
+    tb_base   base;
+    tb_matrix residual;
+};
+
 struct product {
     const tb_kernels * kernels;
-    const tb_matrix  * m;
+    const weights    * w;
     tb_acts            acts;
     std::vector<const float *> x;
     std::vector<float *>       y;
@@ -127,65 +138,106 @@ struct product {
 
 void quantize(ggml_tensor *, int ith, int nth, void * user) {
     product * p = (product *) user;
-    const int64_t groups = p->m->cols / TB_GROUP;
+    const int64_t groups = p->acts.cols / TB_GROUP;
     p->kernels->quantize(&p->acts, p->x.data(), groups * ith / nth, groups * (ith + 1) / nth);
 }
 
-void multiply(ggml_tensor *, int ith, int nth, void * user) {
+void multiply(ggml_tensor * dst, int ith, int nth, void * user) {
     product * p = (product *) user;
-    const int64_t tiles = tb_n_tiles(p->m->rows);
-    p->kernels->mul_add(p->m, &p->acts, p->y.data(), tiles * ith / nth, tiles * (ith + 1) / nth);
+    const int64_t tiles = tb_n_tiles(dst->ne[0]), tile0 = tiles * ith / nth, tile1 = tiles * (ith + 1) / nth;
+    if (!p->w->base.data) {
+        p->kernels->mul_add(&p->w->residual, &p->acts, p->y.data(), tile0, tile1);
+    } else if (!p->w->residual.data) {
+        p->kernels->mul_base(&p->w->base, &p->acts, p->y.data(), tile0, tile1);
+    } else {
+        p->kernels->mul_pair(&p->w->base, &p->w->residual, &p->acts, p->y.data(), tile0, tile1);
+    }
 }
 
-struct residual : contestant {
+struct ours : contestant {
     const tb_kernels * kernels;
-    std::vector<tb_matrix> matrices;
-    std::deque<product> products;
+    std::vector<shape>   shapes;
+    std::vector<weights> all;
+    std::deque<product>  products;
 
     ggml_cgraph * graph(const workspace & ws, int64_t n_tokens) override {
         std::vector<ggml_tensor *> nodes;
-        for (const tb_matrix & m : matrices) {
-            products.push_back({ kernels, &m, {}, {}, {} });
+        for (size_t i = 0; i < all.size(); i++) {
+            const shape & s = shapes[i];
+            products.push_back({ kernels, &all[i], {}, {}, {} });
             product & p = products.back();
-            tb_acts_init(&p.acts, ws.acts, n_tokens, m.cols);
+            tb_acts_init(&p.acts, ws.acts, n_tokens, s.cols);
             for (int64_t t = 0; t < n_tokens; t++) {
-                p.x.push_back(ws.x + t * m.cols);
-                p.y.push_back(ws.y + t * m.rows);
+                p.x.push_back(ws.x + t * s.cols);
+                p.y.push_back(ws.y + t * s.rows);
             }
-            ggml_tensor * x = tensor(ws, GGML_TYPE_F32, m.cols, n_tokens, ws.x);
-            ggml_tensor * q = custom(ws, GGML_TYPE_I8, m.cols, n_tokens, x, quantize, &p, ws.acts);
-            nodes.push_back(custom(ws, GGML_TYPE_F32, m.rows, n_tokens, q, multiply, &p, ws.y));
+            ggml_tensor * x = tensor(ws, GGML_TYPE_F32, s.cols, n_tokens, ws.x);
+            ggml_tensor * q = custom(ws, GGML_TYPE_I8, s.cols, n_tokens, x, quantize, &p, ws.acts);
+            nodes.push_back(custom(ws, GGML_TYPE_F32, s.rows, n_tokens, q, multiply, &p, ws.y));
         }
         return new_graph(ws, nodes);
     }
 };
 
+// random codes; scales that keep sums small
+void fill_residual(uint8_t * p, const shape & s, int bits) {
+    const uint16_t super = tb_f32_to_f16(1e-5f);
+    fill_random(p, tb_matrix_nbytes(bits, s.rows, s.cols));
+    for (int64_t tile = 0; tile < tb_n_tiles(s.rows); tile++) {
+        for (int64_t col = 0; col < s.cols; col += TB_BLOCK_COLS) {
+            for (int row = 0; row < TB_TILE_ROWS; row++) {
+                memcpy(p + TB_SUPER_OFFSET + 2 * row, &super, sizeof(super));
+            }
+            p += tb_block_nbytes(bits, std::min<int64_t>(TB_BLOCK_COLS, s.cols - col) / TB_GROUP);
+        }
+    }
+}
+
+void fill_base(uint8_t * p, const shape & s, int type) {
+    const int64_t nbytes = tb_base_nbytes(type, 32, s.cols);
+    const int row_nbytes = (int) (s.cols / 256 * (type == TB_BASE_Q2_K ? 84 : 72));
+    std::vector<uint8_t> rows(32 * row_nbytes);
+    fill_random(rows.data(), rows.size());
+    const uint16_t scale = tb_f32_to_f16(1e-3f);
+    for (size_t i = 0; i < rows.size(); i += type == TB_BASE_Q2_K ? 84 : 18) { // ggml's d, and dmin
+        memcpy(&rows[i + (type == TB_BASE_Q2_K ? 80 : 0)], &scale, 2);
+        memcpy(&rows[i + (type == TB_BASE_Q2_K ? 82 : 0)], &scale, 2);
+    }
+    tb_base_repack(type, rows.data(), 32, s.cols, p, 0, 1);
+    for (int64_t tile = 1; tile < tb_n_tiles(s.rows); tile++) {
+        memcpy(p + tile * nbytes, p, nbytes);
+    }
+}
+
 } // namespace
 
-contestant * new_residual(int bits, const char * kernel, const std::vector<shape> & shapes) {
-    residual * c = new residual;
-    c->name = "R" + std::to_string(bits);
+contestant * new_ours(int base_type, int bits, const char * kernel, const std::vector<shape> & shapes) {
+    ours * c = new ours;
+    c->name = base_type == TB_BASE_Q2_K ? "base Q2_K" : base_type == TB_BASE_Q2_0 ? "base Q2_0" : "";
+    c->name += bits ? (c->name.empty() ? "R" : "+R") + std::to_string(bits) : "";
+    c->shapes = shapes;
     c->kernels = kernel ? tb_kernels_by_name(kernel) : tb_kernels_best();
     if (!c->kernels) {
         fprintf(stderr, "no kernels \"%s\" on this CPU\n", kernel);
         exit(2);
     }
     for (const shape & s : shapes) {
-        c->nbytes += tb_matrix_nbytes(bits, s.rows, s.cols);
+        c->nbytes += (base_type ? tb_base_nbytes(base_type, s.rows, s.cols) : 0) + (bits ? tb_matrix_nbytes(bits, s.rows, s.cols) : 0);
     }
     uint8_t * p = map(c->nbytes);
-    fill_random(p, c->nbytes);
-    const uint16_t super = tb_f32_to_f16(1e-5f);
     for (const shape & s : shapes) {
-        c->matrices.push_back({ p, s.rows, s.cols, bits, 1.0f });
-        for (int64_t tile = 0; tile < tb_n_tiles(s.rows); tile++) {
-            for (int64_t col = 0; col < s.cols; col += TB_BLOCK_COLS) {
-                for (int row = 0; row < TB_TILE_ROWS; row++) {
-                    memcpy(p + TB_SUPER_OFFSET + 2 * row, &super, sizeof(super));
-                }
-                p += tb_block_nbytes(bits, std::min<int64_t>(TB_BLOCK_COLS, s.cols - col) / TB_GROUP);
-            }
+        weights w = {};
+        if (base_type) {
+            fill_base(p, s, base_type);
+            w.base = { p, s.rows, s.cols, base_type };
+            p += tb_base_nbytes(base_type, s.rows, s.cols);
         }
+        if (bits) {
+            fill_residual(p, s, bits);
+            w.residual = { p, s.rows, s.cols, bits, 1.0f };
+            p += tb_matrix_nbytes(bits, s.rows, s.cols);
+        }
+        c->all.push_back(w);
     }
     return c;
 }
@@ -245,6 +297,10 @@ contestant * new_ggml(ggml_type type, bool repack, const std::vector<shape> & sh
             ggml_free(ctx);
             return NULL; // this CPU has no such layout for the type
         }
+#ifdef MADV_HUGEPAGE
+        const uintptr_t page = 4096, start = (uintptr_t) ggml_backend_buffer_get_base(buffer) / page * page;
+        madvise((void *) start, ggml_backend_buffer_get_size(buffer) / page * page, MADV_HUGEPAGE);
+#endif
     } else {
         memory = map(c->nbytes);
     }

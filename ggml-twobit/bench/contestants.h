@@ -30,7 +30,7 @@ struct contestant {
 
 // Adds up all bytes: the time that memory alone takes. It has the size of R6.
 contestant * new_read(const std::vector<shape> & shapes);
-// our kernels of the set `kernel`
-contestant * new_residual(int bits, const char * kernel, const std::vector<shape> & shapes);
+// our kernels of the set `kernel` (NULL: the best): a repacked base (TB_BASE_… or 0), a residual (bits or 0), or both in one pass
+contestant * new_ours(int base_type, int bits, const char * kernel, const std::vector<shape> & shapes);
 // ggml's own product; repack: in the layout llama.cpp gives such weights on the CPU (NULL if there is none)
 contestant * new_ggml(ggml_type type, bool repack, const std::vector<shape> & shapes);

@@ -14,6 +14,7 @@
 
 // calls f(integral_constant 0), …, f(integral_constant N − 1): unrolled with every compiler
 template <class F, int... J> static TB_INLINE void tb_unroll_over(F f, std::integer_sequence<int, J...>) {
+    (void) f; // unused when N is 0
     (f(std::integral_constant<int, J>()), ...);
 }
 
@@ -21,12 +22,17 @@ template <int N, class F> static TB_INLINE void tb_unroll(F f) {
     tb_unroll_over(f, std::make_integer_sequence<int, N>());
 }
 
+// Where a block is fetched to while an earlier one is computed. From 4 tokens on it is L2; with fewer the hardware's own prefetching
+// is as good or better for most formats (docs/performance.md).
+enum tb_prefetch { TB_PREFETCH_NOT, TB_PREFETCH_L1, TB_PREFETCH_L2 };
+
 // ---- residuals (docs/format.md) -------------------------------------------------------------------------------------
 
 template <int BITS_> struct tb_residual_format {
     static const int  BITS = BITS_, OFFSET = 1 << (BITS - 1), CODES = TB_TILE_ROWS * TB_GROUP / 8 * BITS;
     static const int  U = BITS == 5 ? 8 : BITS == 4 ? 2 : 4, Z = U * BITS / 8;
     static const bool MINS = false;
+    static const tb_prefetch FOR_FEW = BITS == 5 ? TB_PREFETCH_L2 : TB_PREFETCH_NOT;
 
     static constexpr int header(int) { return TB_BLOCK_SCALES; }
 
@@ -38,6 +44,7 @@ template <int BITS_> struct tb_residual_format {
 struct tb_q2_0_format {
     static const int  BITS = 2, OFFSET = 1, CODES = TB_TILE_ROWS * TB_GROUP / 8 * BITS, U = 4, Z = 1;
     static const bool MINS = false;
+    static const tb_prefetch FOR_FEW = TB_PREFETCH_L1;
 
     static constexpr int header(int n_groups) { return TB_TILE_ROWS * 2 * n_groups; }
 
@@ -50,6 +57,7 @@ struct tb_q2_0_format {
 struct tb_q2_k_format {
     static const int  BITS = 2, OFFSET = 0, CODES = TB_TILE_ROWS * TB_GROUP / 8 * BITS, U = 4, Z = 1;
     static const bool MINS = true;
+    static const tb_prefetch FOR_FEW = TB_PREFETCH_L1;
     static const int  SCALES = 128, GROUP_SCALES = TB_TILE_ROWS * 4; // offset in the header, bytes of a group
 
     static constexpr int header(int) { return SCALES + 4 * GROUP_SCALES; }

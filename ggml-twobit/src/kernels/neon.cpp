@@ -38,7 +38,13 @@ struct neon {
         return vaddq_s32(sums, vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b)));
     }
 
-    static inline void prefetch(const char * p) { __asm__ volatile("prfm pldl1keep, %0" : : "Q"(*p)); } // see x86.h
+    template <tb_prefetch TO> static inline void prefetch(const char * p) { // in assembly: see x86.h
+        if (TO == TB_PREFETCH_L1) {
+            __asm__ volatile("prfm pldl1keep, %0" : : "Q"(*p));
+        } else if (TO == TB_PREFETCH_L2) {
+            __asm__ volatile("prfm pldl2keep, %0" : : "Q"(*p));
+        }
+    }
 
     template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x, int) {
         static_assert(N == 1, "one step at a time");

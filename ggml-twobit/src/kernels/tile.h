@@ -13,7 +13,7 @@
 //     from_f16(src, n, ws)               n halves to floats
 //     accumulate(y, sums, s, ws)         y[row] = fma(float(sums) · s, ws[row], y[row]) for LANES rows
 //     add(out, factor, y)                out[row] = fma(factor, y[row], out[row]) for LANES rows
-//     prefetch(p)
+//     prefetch<to>(p)
 // and for Q2_K
 //     multiples(scales)     in each lane bytes 0, 1, 2, 3 times its lowest 4 bits
 //     row_index, lookup     byte 4·(row within 128 bits) in all lanes; bytes of 128 bits looked up by index
@@ -30,7 +30,7 @@
 #include <math.h>
 #include <string.h>
 
-#define TB_AHEAD 2 // blocks to prefetch ahead: from 1 to 8 within 5 % on a Zen 4, none costs a third at 16 tokens
+#define TB_AHEAD 2 // blocks to prefetch ahead: from 1 to 8 within 5 % on a Zen 4
 
 // ---- one block ------------------------------------------------------------------------------------------------------
 
@@ -56,7 +56,8 @@ static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row,
     using I = typename V::I;
     constexpr int U = F::U, Z = F::Z, PARTS = V::PARTS, UNITS = TB_ACT_GROUP / 4 / U;
     constexpr int OFFSET = F::BITS == 8 && V::SIGNED8 ? 0 : F::OFFSET;
-    constexpr int LINES = (2 * Z + PASSES - 1) / PASSES;
+    constexpr tb_prefetch TO = T < 4 ? F::FOR_FEW : TB_PREFETCH_L2;
+    constexpr int LINES = TO == TB_PREFETCH_NOT ? 0 : (2 * Z + PASSES - 1) / PASSES;
     const int width = V::TOKENS == TB_TOKENS ? T : work.width; // a constant where registers hold a whole tile
     const uint8_t * codes = work.codes + row / 16 * Z * 64;
     const int32_t * q = work.q + token;
@@ -75,7 +76,7 @@ static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row,
             });
         }
         const auto unit = [&]() TB_LAMBDA {
-            tb_unroll<LINES>([&](auto i) TB_LAMBDA { V::prefetch(ahead + 64 * i); });
+            tb_unroll<LINES>([&](auto i) TB_LAMBDA { V::template prefetch<TO>(ahead + 64 * i); });
             ahead += 64 * LINES;
             I table[PARTS];
             if constexpr (F::MINS) { // a unit is a sub-block of 16 columns
@@ -193,7 +194,7 @@ template <class V, class F> struct tb_tile {
         const int n_groups = groups - g < 4 ? (int) (groups - g) : 4;
         const char * ahead = (const char *) block + TB_AHEAD * tb_format_block_nbytes<F>(4);
         for (int i = 0; i < F::header(4); i += 64) {
-            V::prefetch(ahead + i);
+            V::template prefetch<TB_PREFETCH_L1>(ahead + i);
         }
         alignas(64) float ws[4 * TB_TILE_ROWS];
         F::template load_scales<V>(block, n_groups, ws);

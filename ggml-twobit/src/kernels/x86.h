@@ -1,7 +1,7 @@
 // x86.h: what the x86 instruction sets share, in AVX2: rounding activations, and the 256-bit vectors of tile.h.
 #pragma once
 
-#include "packing.h"
+#include "formats.h"
 
 #include <immintrin.h>
 #include <math.h>
@@ -10,8 +10,13 @@
 namespace { // not shared between files: each compiles this for its own instruction set
 
 struct tb_x86 {
-    static inline void prefetch(const char * p) {
-        __asm__ volatile("prefetcht0 %0" : : "m"(*p)); // a loop of nothing but _mm_prefetch is dropped by GCC 12
+    // in assembly: GCC 12 drops _mm_prefetch in functions that do nothing else
+    template <tb_prefetch TO> static inline void prefetch(const char * p) {
+        if (TO == TB_PREFETCH_L1) {
+            __asm__ volatile("prefetcht0 %0" : : "m"(*p));
+        } else if (TO == TB_PREFETCH_L2) {
+            __asm__ volatile("prefetcht1 %0" : : "m"(*p));
+        }
     }
 
     // 32 values to int8 (scalar.cpp, quantize_group)
