@@ -221,7 +221,7 @@ def test_zeros() -> None:
 
 
 def reference_product(w: F32, x: F32) -> NDArray[np.float64]:
-    groups = x.reshape(len(x), -1, 64)
+    groups = x.reshape(len(x), -1, 32)
     scale = np.abs(groups).max(2, keepdims=True) / np.float32(127)
     return (np.round(groups / scale) * scale.astype(np.float64)).reshape(x.shape) @ w.astype(np.float64).T
 
