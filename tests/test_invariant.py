@@ -7,6 +7,7 @@ writes the logits (widths, tokens, vocabulary).
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -129,13 +130,23 @@ def test_every_instruction_set(paired_tiny: Callable[[str], Path], tmp_path: Pat
     assert_all_equal(*results)
 
 
+def build_attention_test(folder: Path, *options: str) -> str:
+    test_kernels.run("cmake", "-S", str(test_kernels.SOURCE), "-B", str(folder), *options)
+    test_kernels.run("cmake", "--build", str(folder), "--target", "test_attention", "-j2")
+    return str(folder / "test_attention")
+
+
 def test_attention_kernels(tmp_path: Path) -> None:
     """ggml-twobit/tests/test_attention.cpp: all kernels of this machine against f64 and each other."""
-    test_kernels.run("cmake", "-S", str(test_kernels.SOURCE), "-B", str(tmp_path))
-    test_kernels.run("cmake", "--build", str(tmp_path), "--target", "test_attention", "-j2")
-    report = test_kernels.run(str(tmp_path / "test_attention"))
-    print(report)
-    assert " 0 failed" in report
+    assert " 0 failed" in test_kernels.run(build_attention_test(tmp_path))
+
+
+def test_attention_on_arm(tmp_path: Path) -> None:
+    for program in (test_kernels.ARM_COMPILER, test_kernels.ARM_EMULATOR):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    options = ("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={test_kernels.ARM_COMPILER}")
+    assert " 0 failed" in test_kernels.run(test_kernels.ARM_EMULATOR, build_attention_test(tmp_path, *options), "--quick")
 
 
 if __name__ == "__main__":

@@ -360,8 +360,12 @@ size_t lay_out(const tb_attention & a, void * scratch, layout & l) {
     l.k_width  = pad16(a.k.dim);
     l.v_width  = pad16(a.v.dim);
     l.rows     = (int) std::clamp<int64_t>(SCORES/(l.n_blocks*CELLS), 4, ROWS);
-    float * p = (float *) scratch;
-    const auto take = [&p](int64_t n) { float * at = p; p += pad16(n); return at; };
+    uintptr_t p = (uintptr_t) scratch; // NULL where only the size is asked for
+    const auto take = [&p](int64_t n) {
+        float * at = (float *) p;
+        p += (size_t) pad16(n)*sizeof(float);
+        return at;
+    };
     l.q       = take(l.rows*l.k_width);
     l.block   = take(CELLS*std::max(l.k_width, l.v_width));
     l.scores  = take(l.rows*l.n_blocks*CELLS);
@@ -369,7 +373,7 @@ size_t lay_out(const tb_attention & a, void * scratch, layout & l) {
     l.mask    = take(CELLS);
     l.sums    = take(ROWS);
     l.use     = (uint8_t *) take((l.rows*l.n_blocks + 3)/4);
-    return (size_t) ((char *) p - (char *) scratch);
+    return (size_t) (p - (uintptr_t) scratch);
 }
 
 // ALiBi, as ggml has it
