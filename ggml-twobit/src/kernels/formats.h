@@ -22,6 +22,10 @@ template <int N, class F> static TB_INLINE void tb_unroll(F f) {
     tb_unroll_over(f, std::make_integer_sequence<int, N>());
 }
 
+constexpr int tb_log2(int n) {
+    return n > 1 ? 1 + tb_log2(n / 2) : 0;
+}
+
 // Where a block is fetched to while an earlier one is computed. From 4 tokens on it is L2; with fewer the hardware's own prefetching
 // is as good or better for most formats (docs/performance.md).
 enum tb_prefetch { TB_PREFETCH_NOT, TB_PREFETCH_L1, TB_PREFETCH_L2 };

@@ -34,12 +34,12 @@ struct tb_base {
 };
 
 // Activations rounded to int8, (tile of up to 8 tokens, column / 4, token, column % 4), and for each 32 columns of each tile's
-// tokens the sum of the int8 values and the scale: (tile, column / 32, token). A tile of fewer tokens takes that much less room.
+// tokens minus the sum of the int8 values, and the scale: (tile, column / 32, token). A tile of fewer tokens takes that much less room.
 struct tb_acts {
     int64_t   n_tokens;
     int64_t   cols;
     int8_t  * q;
-    int32_t * sums;
+    int32_t * sums; // negative: shifted, they are where a sum of codes starts that are too large by an offset
     float   * scales;
     int16_t * sums16; // (tile, column / 32, token, 2): of 16 columns each
 };

@@ -39,7 +39,7 @@ static void quantize(const struct tb_acts * acts, const float * const * x, int64
             int8_t * q = acts->q + first * acts->cols + (a * TB_ACT_GROUP / 4 * width + (token - first)) * 4;
             int16_t * sums16 = acts->sums16 + 2 * i;
             quantize_group(x[token] + a * TB_ACT_GROUP, q, 4 * width, &acts->scales[i], sums16);
-            acts->sums[i] = sums16[0] + sums16[1];
+            acts->sums[i] = -(sums16[0] + sums16[1]);
         }
     }
 }
@@ -66,7 +66,7 @@ static void tile_product(const struct tb_matrix * m, const uint8_t * data, const
                 for (int half = 0; half < 2; half++) {
                     const int64_t a = 2 * g + half, i = first * 2 * groups + a * width + t;
                     const int8_t * q = acts->q + first * acts->cols + (a * TB_ACT_GROUP / 4 * width + t) * 4;
-                    int32_t c = -tb_offset(m->bits) * acts->sums[i];
+                    int32_t c = tb_offset(m->bits) * acts->sums[i];
                     for (int k = 0; k < TB_ACT_GROUP; k++) {
                         c += codes[row][half * TB_ACT_GROUP + k] * q[k / 4 * 4 * width + k % 4];
                     }

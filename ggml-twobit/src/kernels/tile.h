@@ -42,7 +42,7 @@ struct tb_work {
     const uint8_t * scales16; // Q2_K: scales and mins of 16 columns each, (group, 32 rows, 4)
     int             width;    // tokens of the tile
     const int32_t * q;        // (column / 4, token)
-    const int32_t * sums;     // (column / 32, token)
+    const int32_t * sums;     // (column / 32, token), negative
     const float   * scales;   // (column / 32, token)
     const int32_t * sums16;   // (column / 32, token): pairs of int16
     float         * y;        // (token, 32)
@@ -66,7 +66,7 @@ static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row,
         const int g = a / 2;
         I sums[PARTS][T], scales[PARTS];
         tb_unroll<T>([&](auto t) TB_LAMBDA {
-            const I start = V::set(-OFFSET * work.sums[a * width + token + t]);
+            const I start = OFFSET ? V::template shl32<tb_log2(OFFSET)>(V::set(work.sums[a * width + token + t])) : V::set(0);
             tb_unroll<PARTS>([&](auto part) TB_LAMBDA { sums[part][t] = start; });
         });
         if constexpr (F::MINS) {
@@ -328,7 +328,7 @@ template <class V> static void tb_quantize(const struct tb_acts * acts, const fl
             const int64_t i = first * groups + a * width + (token - first);
             alignas(64) int32_t rounded[TB_ACT_GROUP / 4];
             V::quantize32(x[token] + a * TB_ACT_GROUP, (int8_t *) rounded, &acts->scales[i], acts->sums16 + 2 * i);
-            acts->sums[i] = acts->sums16[2 * i] + acts->sums16[2 * i + 1];
+            acts->sums[i] = -(acts->sums16[2 * i] + acts->sums16[2 * i + 1]);
             for (int k = 0; k < TB_ACT_GROUP / 4; k++) {
                 q[(a * (TB_ACT_GROUP / 4) + k) * width] = rounded[k];
             }
