@@ -4,6 +4,7 @@
 // may still be another's before that.
 
 #include "invariant.h"
+#include "kernels/kernels.h"
 
 #include <string.h>
 
@@ -13,6 +14,7 @@
 
 // scratch: (the result that waits), then a part for each thread
 static void attend(ggml_tensor *, int ith, int nth, void * userdata) {
+    static const tb_attention_fn run = tb_attention_kernel(tb_kernels_best()->name);
     const tb_attention_node & node = *(const tb_attention_node *) userdata;
     const int n_threads = std::min(nth, node.owner->n_threads);
     if (ith >= n_threads) {
@@ -23,7 +25,7 @@ static void attend(ggml_tensor *, int ith, int nth, void * userdata) {
     if (!a.out) {
         a.out = (char *) scratch;
     }
-    tb_attention_run(a, ith, n_threads, scratch + node.out_size + (size_t) ith*tb_attention_scratch(a));
+    run(a, ith, n_threads, scratch + node.out_size + (size_t) ith*tb_attention_scratch(a));
 }
 
 static void copy_result(ggml_tensor *, int ith, int nth, void * userdata) {

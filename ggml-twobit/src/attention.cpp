@@ -3,8 +3,6 @@
 #include "attention.h"
 
 #include "attention-tile.h"
-#include "kernels/f16.h"
-#include "kernels/kernels.h"
 
 #if defined(__x86_64__)
 void tb_attention_avx512(const tb_attention & a, int ith, int nth, void * scratch);
@@ -76,33 +74,6 @@ struct plain {
     }
 };
 
-void attention_plain(const tb_attention & a, int ith, int nth, void * scratch) {
-    run<plain>(a, ith, nth, scratch);
-}
-
-typedef void (*run_fn)(const tb_attention & a, int ith, int nth, void * scratch);
-
-run_fn by_name(const char * name) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); // and f16c: no CPU has the one without the other
-    if (strcmp(name, "avx512") == 0) {
-        return has_avx2 && __builtin_cpu_supports("avx512f") ? tb_attention_avx512 : nullptr;
-    }
-    if (strcmp(name, "avx2") == 0) {
-        return has_avx2 ? tb_attention_avx2 : nullptr;
-    }
-#endif
-    return strcmp(name, "plain") == 0 ? attention_plain : nullptr;
-}
-
-// goes with the kernels of the residual, so that TWOBIT_KERNEL chooses here, too
-run_fn choose(void) {
-    const char * kernels = tb_kernels_best()->name;
-    run_fn run = strcmp(kernels, "avx512vnni") == 0 ? by_name("avx512") : strncmp(kernels, "avx", 3) == 0 ? by_name("avx2") : nullptr;
-    return run ? run : attention_plain;
-}
-
 } // namespace
 
 size_t tb_attention_scratch(const tb_attention & a) {
@@ -110,15 +81,16 @@ size_t tb_attention_scratch(const tb_attention & a) {
     return lay_out(a, nullptr, l);
 }
 
-void tb_attention_run(const tb_attention & a, int ith, int nth, void * scratch) {
-    static const run_fn chosen = choose();
-    chosen(a, ith, nth, scratch);
-}
-
-bool tb_attention_run_by(const char * name, const tb_attention & a, int ith, int nth, void * scratch) {
-    const run_fn run = by_name(name);
-    if (run) {
-        run(a, ith, nth, scratch);
+tb_attention_fn tb_attention_kernel(const char * set) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); // and f16c: no CPU has the one without the other
+    if (strcmp(set, "avx512vnni") == 0) {
+        return has_avx2 && __builtin_cpu_supports("avx512f") ? tb_attention_avx512 : nullptr;
     }
-    return run != nullptr;
+    if (strncmp(set, "avx", 3) == 0) {
+        return has_avx2 ? tb_attention_avx2 : nullptr;
+    }
+#endif
+    return run<plain>;
 }

@@ -58,7 +58,7 @@ struct tb_attention {
 // bytes of scratch that each thread needs, a multiple of 64
 size_t tb_attention_scratch(const tb_attention & a);
 // the part of thread ith of nth; scratch: that thread's, 64-byte aligned
-void   tb_attention_run(const tb_attention & a, int ith, int nth, void * scratch);
+typedef void (*tb_attention_fn)(const tb_attention & a, int ith, int nth, void * scratch);
 
-// The same by the kernel of that name ("avx512", "avx2", "plain"). false: this machine has none of that name.
-bool   tb_attention_run_by(const char * name, const tb_attention & a, int ith, int nth, void * scratch);
+// The kernel that goes with a set of tb_kernels (kernels/kernels.h), by the set's name; NULL if this CPU cannot run it.
+tb_attention_fn tb_attention_kernel(const char * set);
