@@ -107,5 +107,6 @@ def test_two_models_with_sanitizers(
     assert result["texts"] == plain_result["texts"]
     assert "LeakSanitizer" in log  # it did look
     leaks = [block for block in log.split("\n\n") if "ggml-twobit" in block]
-    assert not [block for block in leaks if "tb_paired_buft" not in block], leaks  # a buffer type lives as long as the process, in all of ggml
+    # a buffer type lives as long as the process, as all of ggml's do
+    assert not [block for block in leaks if "tb_paired_buft" not in block], leaks
     assert "runtime error" not in log
