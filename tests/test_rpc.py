@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tiny_models
 from conftest import ROOT
+from low_level import kld
 
 from twobit_gguf.format import open_paired
 
@@ -55,17 +56,6 @@ def work(rpc_environment: dict[str, str], rpc_server: str, tmp_path: Path) -> Ca
         return Run(answer["models"], [arrays[str(i)] for i in range(len(models))], answer["pairs_alive"], result.stderr)
 
     return run
-
-
-def kld(reference: np.ndarray, other: np.ndarray) -> float:
-    """Mean Kullback-Leibler divergence over the positions, nats."""
-
-    def log_softmax(x: np.ndarray) -> np.ndarray:
-        x = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
-        return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
-
-    p, q = log_softmax(reference), log_softmax(other)
-    return float((np.exp(p) * (p - q)).sum(axis=-1).mean())
 
 
 def same_text(reference: dict, other: dict) -> bool:

@@ -23,6 +23,7 @@ from twobit_gguf.speculative.candidates import top_candidates
 from twobit_gguf.speculative.costs import KNOTS, Costs, Rate, load, save
 from twobit_gguf.speculative.engine import _sequences
 from twobit_gguf.speculative.tree import ROOT, Candidate, DraftTree
+from twobit_gguf.speculative.worth import MeasuredWorth
 
 SHAPES = ("chain", "comb", "tree")
 DRAWS = int(os.environ.get("TWOBIT_TEST_DRAWS", "500"))  # the full test of the distribution takes 200000
@@ -394,7 +395,18 @@ def test_rate_pauses_and_comes_back() -> None:
     for _ in range(40):
         rate.saw_step(3, 1.0, plain=1.0)
         assert rate.should_speculate()
-    assert rate.price(1.0) == pytest.approx(3.0)
+    assert rate.speculative() == pytest.approx(3.0)
+
+
+def test_worth_looks_ahead() -> None:
+    acceptance = Acceptance()
+    acceptance.mean_top = 0.9
+    # the second token of a verification costs as much as the first, the others nothing: one pass does not pay, several do
+    worth = MeasuredWorth(Costs(0.1, [1.0, 2.0, 2.0, 2.0, 2.0, 2.0]), acceptance)
+    assert worth.draft_pass(1.0, 1) and not worth.draft_pass(0.05, 8)
+    assert worth.node(0.01, 8) and not worth.node(0.4, 1)
+    acceptance.mean_top = 0.4
+    assert not MeasuredWorth(Costs(0.4, [1.0, 1.1, 1.2, 1.5, 2.0, 4.0]), acceptance).draft_pass(1.0, 1)
 
 
 def test_acceptance_learns() -> None:

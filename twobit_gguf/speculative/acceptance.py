@@ -8,7 +8,7 @@ from __future__ import annotations
 
 _BINS = 12
 _PRIOR = 6.0  # the prior's weight in outcomes
-_MEAN_TOP = 0.7  # before anything was seen
+_MEAN_TOP = 0.8  # before anything was seen
 _MEMORY = 400.0  # outcomes after which a bin starts to forget: text and temperature change
 
 
@@ -18,6 +18,7 @@ class Acceptance:
     def __init__(self) -> None:
         self._trials = [[0.0] * _BINS for _ in range(2)]
         self._hits = [[0.0] * _BINS for _ in range(2)]
+        self._n_top = 0
         self.mean_top = _MEAN_TOP  # running mean over the draft's favourites
 
     @staticmethod
@@ -38,8 +39,9 @@ class Acceptance:
             self._trials[row][cell] /= 2
             self._hits[row][cell] /= 2
         if rank == 0:
-            self.mean_top += (followed - self.mean_top) * 0.02
+            self._n_top += 1
+            self.mean_top += (followed - self.mean_top) * max(0.02, 1 / (self._n_top + 4))
 
     def rest(self) -> None:
         """A step without a draft: a bad stretch is slowly forgotten, so that drafting gets another chance."""
-        self.mean_top += (_MEAN_TOP - self.mean_top) * 0.01
+        self.mean_top += (_MEAN_TOP - self.mean_top) * 0.002

@@ -1,8 +1,4 @@
-"""What a draft pass and a verification of T tokens cost on this machine, and what that makes of a guess.
-
-The rule behind every decision is the price of time. Decoding makes `rate` tokens a second; a guess that takes t seconds
-and comes true with chance c is worth making if c > rate * t. The rate is the best that was seen: plain decoding's, or speculation's.
-"""
+"""What a draft pass and a verification of T tokens cost on this machine, and whether speculation has been worth its time."""
 
 from __future__ import annotations
 
@@ -109,10 +105,6 @@ class Rate:
     def speculative(self) -> float:
         """Tokens a second of the latest steps of speculation; 0 before the first."""
         return self._tokens / self._seconds if self._seconds else 0.0
-
-    def price(self, plain: float) -> float:
-        """The rate that a guess has to beat. plain: tokens a second of plain decoding."""
-        return max(plain, self.speculative() if self._steps >= self._TRIAL else 0.0)
 
     def should_speculate(self) -> bool:
         """Counts one step of a pause if there is one."""

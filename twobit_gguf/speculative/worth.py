@@ -20,15 +20,36 @@ class Worth(Protocol):
 
 
 class MeasuredWorth:
-    """A guess of chance c that takes t seconds is worth making if c > rate * t."""
+    """By the price of time: decoding makes `rate` tokens a second, so a guess of chance c that takes t seconds must have c > rate * t.
 
-    def __init__(self, costs: Costs, acceptance: Acceptance, rate: float) -> None:
+    The rate is what the best fixed number of passes would make by the measured costs and the mean acceptance; with none it is
+    plain decoding's.
+    """
+
+    _AHEAD = 8  # a single pass may not pay where a few do: the second token of a verification is the dear one
+
+    def __init__(self, costs: Costs, acceptance: Acceptance) -> None:
         self._costs = costs
-        self._mean_top = acceptance.mean_top
-        self._rate = rate
+        self._mean = min(acceptance.mean_top, 0.98)
+        self._rate = self._best_rate()
+
+    def _best_rate(self) -> float:
+        best, tokens, chance = 0.0, 1.0, 1.0
+        for passes in range(2 * self._AHEAD + 1):
+            best = max(best, tokens / (passes * self._costs.draft + self._costs.verify(1 + passes)))
+            chance *= self._mean
+            tokens += chance
+        return best
 
     def draft_pass(self, chance: float, width: int) -> bool:
-        return chance * self._mean_top > self._rate * (self._costs.draft + self._costs.verify_more(width))
+        here = self._costs.verify(width)
+        gain = 0.0
+        for passes in range(1, self._AHEAD + 1):
+            chance *= self._mean
+            gain += chance
+            if gain > self._rate * (passes * self._costs.draft + self._costs.verify(width + passes) - here):
+                return True
+        return False
 
     def node(self, chance: float, width: int) -> bool:
         return chance > self._rate * self._costs.verify_more(width)
