@@ -24,6 +24,7 @@ struct avx512vnni : tb_x86 {
     static inline I mask(I v, int bits) { return _mm512_and_si512(v, _mm512_set1_epi8((char) bits)); }
     static inline I or_masked(I a, I v, int bits) { return _mm512_ternarylogic_epi32(a, v, _mm512_set1_epi8((char) bits), 0xf8); }
     static inline I flip(I v) { return v; }
+    static inline void pin(I & v) { __asm__("" : "+v"(v)); }
     static inline I set(int32_t i) { return _mm512_set1_epi32(i); }
 
     static inline I multiples(I scales) { return _mm512_mullo_epi32(_mm512_and_si512(scales, set(15)), set(0x03020100)); }
@@ -32,6 +33,7 @@ struct avx512vnni : tb_x86 {
     template <int N> static inline I shr32(I v) { return _mm512_srli_epi32(v, N); }
     template <int N> static inline I shl32(I v) { return _mm512_slli_epi32(v, N); }
     static inline I mask32(I v, int bits) { return _mm512_and_si512(v, set(bits)); }
+    static inline I mul_add32(I sums, I a, I b) { return _mm512_add_epi32(sums, _mm512_mullo_epi32(a, b)); }
     static inline I dot16(I sums, I m, int32_t x) { return _mm512_dpwssd_epi32(sums, m, set(x)); }
 
     template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x, int) {

@@ -82,10 +82,10 @@ template <class F> static inline int64_t tb_format_tile_nbytes(int64_t cols) {
 
 // ---- codes ----------------------------------------------------------------------------------------------------------
 
-// the codes of step J of the unit whose first vector is at p
-template <class V, int BITS, int J> static TB_INLINE typename V::I tb_codes(const uint8_t * p) {
+// the codes of step J of a unit; vectors: its Z vectors
+template <class V, int BITS, int J> static TB_INLINE typename V::I tb_codes(const typename V::I * vectors) {
     using I = typename V::I;
-    const auto v = [p](int z) TB_LAMBDA { return V::load(p + 64 * z); };
+    const auto v = [vectors](int z) TB_LAMBDA { return vectors[z]; };
     if constexpr (BITS == 8) {
         return V::SIGNED8 ? V::flip(v(J)) : v(J);
     } else if constexpr (BITS == 6) {
@@ -113,7 +113,6 @@ template <class V, int BITS, int J> static TB_INLINE typename V::I tb_codes(cons
 }
 
 // Q2_K: code · scale for the step J; table: bytes 0, 1, 2, 3 times the scale of each row (V::multiples)
-template <class V, int J> static TB_INLINE typename V::I tb_scaled_codes(const uint8_t * p, typename V::I table) {
-    const auto v = V::load(p);
+template <class V, int J> static TB_INLINE typename V::I tb_scaled_codes(typename V::I v, typename V::I table) {
     return V::lookup(table, V::or_masked(V::row_index(), J == 0 ? v : V::template shr<2 * J>(v), 0x03));
 }

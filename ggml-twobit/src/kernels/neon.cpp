@@ -26,6 +26,7 @@ struct neon {
     static inline I or_masked(I a, I v, int bits) { return from_u8(vorrq_u8(u8(a), u8(mask(v, bits)))); }
     static inline I flip(I v) { return from_u8(veorq_u8(u8(v), vdupq_n_u8(0x80))); }
     static inline I set(int32_t i) { return vdupq_n_s32(i); }
+    static inline void pin(I &) {}
 
     static inline I multiples(I scales) { return vmulq_s32(vandq_s32(scales, set(15)), set(0x03020100)); }
     static inline I row_index() { return int32x4_t{ 0, 0x04040404, 0x08080808, 0x0c0c0c0c }; }
@@ -33,6 +34,7 @@ struct neon {
     template <int N> static inline I shr32(I v) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v), N)); }
     template <int N> static inline I shl32(I v) { return vshlq_n_s32(v, N); }
     static inline I mask32(I v, int bits) { return vandq_s32(v, set(bits)); }
+    static inline I mul_add32(I sums, I a, I b) { return vmlaq_s32(sums, a, b); }
     static inline I dot16(I sums, I m, int32_t x) {
         const int16x8_t a = vreinterpretq_s16_s32(m), b = vreinterpretq_s16_s32(set(x));
         return vaddq_s32(sums, vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b)));

@@ -14,10 +14,12 @@
 //     accumulate(y, sums, s, ws)         y[row] = fma(float(sums) · s, ws[row], y[row]) for LANES rows
 //     add(out, factor, y)                out[row] = fma(factor, y[row], out[row]) for LANES rows
 //     prefetch<to>(p)
+//     pin(v)                keeps v in its register, where loading it anew for each use is slower
 // and for Q2_K
 //     multiples(scales)     in each lane bytes 0, 1, 2, 3 times its lowest 4 bits
 //     row_index, lookup     byte 4·(row within 128 bits) in all lanes; bytes of 128 bits looked up by index
 //     shr32<n>, shl32<n>, mask32         of 32-bit lanes
+//     mul_add32(sums, a, b)              sums += a · b, of 32-bit lanes
 //     dot16(sums, m, x)     sums += m · x, two int16 in each lane
 //     subtract(y, sums, s, ws)           y[row] = fma(−(float(sums) · s), ws[row], y[row])
 
@@ -58,6 +60,8 @@ static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row,
     constexpr int OFFSET = F::BITS == 8 && V::SIGNED8 ? 0 : F::OFFSET;
     constexpr tb_prefetch TO = T < 4 ? F::FOR_FEW : TB_PREFETCH_L2;
     constexpr int LINES = TO == TB_PREFETCH_NOT ? 0 : (2 * Z + PASSES - 1) / PASSES;
+    // Q2_K: a unit is a sub-block of 16 columns. Its scale goes into the codes, or, for a single token, onto the sum over the unit.
+    constexpr bool SCALED = F::MINS && T > 1;
     const int width = V::TOKENS == TB_TOKENS ? T : work.width; // a constant where registers hold a whole tile
     const uint8_t * codes = work.codes + row / 16 * Z * 64;
     const int32_t * q = work.q + token;
@@ -78,34 +82,49 @@ static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row,
         const auto unit = [&]() TB_LAMBDA {
             tb_unroll<LINES>([&](auto i) TB_LAMBDA { V::template prefetch<TO>(ahead + 64 * i); });
             ahead += 64 * LINES;
-            I table[PARTS];
-            if constexpr (F::MINS) { // a unit is a sub-block of 16 columns
-                tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                    table[part] = V::multiples(scales[part]);
-                    scales[part] = V::template shr32<8>(scales[part]);
-                });
+            I table[PARTS], unscaled[PARTS];
+            if constexpr (SCALED) {
+                tb_unroll<PARTS>([&](auto part) TB_LAMBDA { table[part] = V::multiples(scales[part]); });
             }
+            tb_unroll<PARTS>([&](auto part) TB_LAMBDA { unscaled[part] = V::set(0); });
+            I v[PARTS][Z];
+            tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
+                constexpr int r = decltype(part)::value * V::LANES;
+                tb_unroll<Z>([&](auto z) TB_LAMBDA {
+                    v[part][z] = V::load(codes + (r / 16 * Z + z) * 64 + r % 16 * 4);
+                    if constexpr (T == 1) {
+                        V::pin(v[part][z]);
+                    }
+                });
+            });
             tb_unroll<U / V::STEPS>([&](auto i) TB_LAMBDA {
                 constexpr int J = decltype(i)::value * V::STEPS;
                 I w[PARTS][V::STEPS];
                 tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                    constexpr int r = decltype(part)::value * V::LANES;
-                    const uint8_t * p = codes + r / 16 * Z * 64 + r % 16 * 4;
                     tb_unroll<V::STEPS>([&](auto s) TB_LAMBDA {
-                        if constexpr (F::MINS) {
-                            w[part][s] = tb_scaled_codes<V, J + decltype(s)::value>(p, table[part]);
+                        if constexpr (SCALED) {
+                            w[part][s] = tb_scaled_codes<V, J + decltype(s)::value>(v[part][0], table[part]);
                         } else {
-                            w[part][s] = tb_codes<V, F::BITS, J + decltype(s)::value>(p);
+                            w[part][s] = tb_codes<V, F::BITS, J + decltype(s)::value>(v[part]);
                         }
                     });
                 });
                 tb_unroll<T>([&](auto t) TB_LAMBDA {
                     tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                        sums[part][t] = V::template dot<V::STEPS, F::BITS>(sums[part][t], w[part], q + t, width);
+                        I & sum = F::MINS && !SCALED ? unscaled[part] : sums[part][t];
+                        sum = V::template dot<V::STEPS, F::BITS>(sum, w[part], q + t, width);
                     });
                 });
                 q += V::STEPS * width;
             });
+            if constexpr (F::MINS) { // on to the next 16 columns
+                tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
+                    if constexpr (!SCALED) {
+                        sums[part][0] = V::mul_add32(sums[part][0], unscaled[part], V::mask32(scales[part], 0x0f));
+                    }
+                    scales[part] = V::template shr32<8>(scales[part]);
+                });
+            }
             codes += 2 * Z * 64;
         };
         if constexpr (V::UNROLLED) {

@@ -67,6 +67,7 @@ struct tb_x86_256 : tb_x86 {
     static inline I or_masked(I a, I v, int bits) { return _mm256_or_si256(a, mask(v, bits)); }
     static inline I flip(I v) { return _mm256_xor_si256(v, _mm256_set1_epi8((char) 0x80)); }
     static inline I set(int32_t i) { return _mm256_set1_epi32(i); }
+    static inline void pin(I &) {} // 16 registers are too few
 
     static inline I multiples(I scales) { return _mm256_mullo_epi32(_mm256_and_si256(scales, set(15)), set(0x03020100)); }
     static inline I row_index() { return _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)); }
@@ -74,6 +75,7 @@ struct tb_x86_256 : tb_x86 {
     template <int N> static inline I shr32(I v) { return _mm256_srli_epi32(v, N); }
     template <int N> static inline I shl32(I v) { return _mm256_slli_epi32(v, N); }
     static inline I mask32(I v, int bits) { return _mm256_and_si256(v, set(bits)); }
+    static inline I mul_add32(I sums, I a, I b) { return _mm256_add_epi32(sums, _mm256_mullo_epi32(a, b)); }
     static inline I dot16(I sums, I m, int32_t x) { return _mm256_add_epi32(sums, _mm256_madd_epi16(m, set(x))); }
 
     static inline void scale_rows(const uint8_t * block, float * ws) {
