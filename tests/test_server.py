@@ -19,8 +19,8 @@ from twobit_gguf import Llama
 
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time there was a")
 N_PREDICT = 32
-# as llama_cpp.Llama has them by default
-SAME_AS_PYTHON = ("-ngl", "99", "-c", "512", "-b", "512", "-ub", "512", "-t", "2", "-fa", "off", "-np", "1", "--no-warmup", "-lv", "5")
+# as twobit_gguf.Llama has them by default
+SAME_AS_PYTHON = ("-ngl", "99", "-c", "512", "-b", "512", "-ub", "512", "-t", "2", "-fa", "on", "-np", "1", "--no-warmup", "-lv", "5")
 
 
 @contextmanager
