@@ -90,6 +90,16 @@ static enum ggml_status fail(enum ggml_status status) {
     return status;
 }
 
+// the graph with other nodes
+static ggml_cgraph graph_of(const ggml_cgraph * cgraph, std::vector<ggml_tensor *> & nodes) {
+    ggml_cgraph graph = *cgraph;
+    graph.nodes   = nodes.data();
+    graph.n_nodes = (int) nodes.size();
+    graph.size    = graph.n_nodes;
+    graph.uid     = 0; // the upstream graph's: RPC and others would replay that one
+    return graph;
+}
+
 // ---- the CPU: our nodes between the graph's own, one graph in ggml's threads
 
 static enum ggml_status compute_host(tb_compute & c, ggml_cgraph * cgraph, bool full, size_t n_products, size_t scratch_size) {
@@ -115,11 +125,7 @@ static enum ggml_status compute_host(tb_compute & c, ggml_cgraph * cgraph, bool 
     if (!tb_invariant_end(c.invariant)) {
         return fail(GGML_STATUS_ALLOC_FAILED);
     }
-    ggml_cgraph graph = *cgraph;
-    graph.nodes   = c.order.data();
-    graph.n_nodes = (int) c.order.size();
-    graph.size    = graph.n_nodes;
-    graph.uid     = 0;
+    ggml_cgraph graph = graph_of(cgraph, c.order);
     return ggml_backend_graph_compute_async(c.inner, &graph);
 }
 
@@ -134,11 +140,7 @@ static enum ggml_status compute_slice(tb_compute & c, const ggml_cgraph * cgraph
     if (nodes.empty()) {
         return GGML_STATUS_SUCCESS;
     }
-    ggml_cgraph slice = *cgraph;
-    slice.nodes   = nodes.data();
-    slice.n_nodes = (int) nodes.size();
-    slice.size    = slice.n_nodes;
-    slice.uid     = 0; // the upstream graph's: RPC and others would replay that one
+    ggml_cgraph slice = graph_of(cgraph, nodes);
     tb_count.slices++;
     const enum ggml_status status = ggml_backend_graph_compute_async(c.inner, &slice);
     nodes.clear();
@@ -237,11 +239,7 @@ static enum ggml_status compute_residuals(tb_compute & c, const ggml_cgraph * cg
     for (size_t k = 0; k < g.matmuls.size(); k++) {
         tb_add_product(c.nodes, TB_ADD_RESIDUAL, *pair_of(g.matmuls[k]), g.matmuls[k], host, g.ids ? host + g.ids_offset : nullptr, host + g.y_offset + g.offsets[k], c.order);
     }
-    ggml_cgraph graph = *cgraph;
-    graph.nodes   = c.order.data();
-    graph.n_nodes = (int) c.order.size();
-    graph.size    = graph.n_nodes;
-    graph.uid     = 0;
+    ggml_cgraph graph = graph_of(cgraph, c.order);
     return ggml_backend_graph_compute(c.cpu, &graph);
 }
 
