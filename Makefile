@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 BIN    := .venv/bin
+# cmake and ninja of the venv serve where the system has none
+TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 PLUGIN_SOURCES  := $(shell find CMakeLists.txt ggml-twobit -type f)
@@ -14,7 +16,7 @@ demo: .venv/.stamp-build
 
 test: .venv/.stamp-build
 	$(BIN)/python scripts/build_llama_tools.py
-	$(BIN)/pytest
+	$(TOOLS) $(BIN)/pytest
 
 build: .venv/.stamp-build
 
@@ -23,11 +25,11 @@ lint: .venv/.stamp-build
 	$(BIN)/mypy
 
 asan: .venv/.stamp-build
-	$(BIN)/pytest tests/test_asan.py
+	$(TOOLS) $(BIN)/pytest tests/test_asan.py
 
 # The package itself, again whenever a source changes; what CMake built before stays in build/, so this takes seconds.
 .venv/.stamp-build: .venv/.stamp-requirements $(PLUGIN_SOURCES) $(PACKAGE_SOURCES) README.md
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-deps --no-build-isolation --force-reinstall .
+	$(TOOLS) $(PIP) install --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
 # Everything else: llama-cpp-python compiles for about three minutes, once (pip keeps the wheel).
