@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -75,7 +76,7 @@ def sanitizer_libraries() -> list[Path]:
 @pytest.fixture(scope="module")
 def sanitized_plugin(sanitizer_libraries: list[Path]) -> Path:
     """libggml-twobit.so with sanitizers, built in the cache; a second run compiles what changed."""
-    folder = llama_source.cache_dir() / "asan-build"
+    folder = llama_source.cache_dir() / f"asan-build-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]}"  # CMake ties it to its source
     cmake = build_llama_tools.find_tool("cmake")
     assert cmake, "cmake is missing: pip install cmake"
     for command in (

