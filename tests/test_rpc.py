@@ -28,8 +28,6 @@ N_PREDICT = 24
 # are some thousandths apart. A residual left out costs tenths.
 SAME = 0.02
 NEAR_TIE = 0.1  # between the two best log-probabilities
-# Nats between two ways to round activations: here our kernels compute the base, on the server ggml's do. A missing residual costs far more.
-ROUNDING = 0.03
 
 
 @dataclass
