@@ -135,8 +135,8 @@ def test_greedy_on_other_architectures(name: str, tiny: Callable[..., Llama]) ->
 
 
 def test_greedy_on_smollm2(paired_smollm2: Path) -> None:
-    """TWOBIT_TEST_PROMPTS=20 TWOBIT_TEST_TOKENS=100 is the full test."""
-    n_prompts, n_tokens = int(os.environ.get("TWOBIT_TEST_PROMPTS", "3")), int(os.environ.get("TWOBIT_TEST_TOKENS", "24"))
+    """TWOBIT_TEST_PROMPTS and TWOBIT_TEST_TOKENS make it shorter while working on something else."""
+    n_prompts, n_tokens = int(os.environ.get("TWOBIT_TEST_PROMPTS", "20")), int(os.environ.get("TWOBIT_TEST_TOKENS", "100"))
     full, speculative = load_model(paired_smollm2, mode="full"), load_model(paired_smollm2, speculation=fixed("comb", max_depth=2))
     try:
         ties = compare(full, speculative, PROMPTS[:n_prompts], n_tokens)
