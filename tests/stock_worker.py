@@ -1,7 +1,9 @@
-"""Logits of a GGUF by stock llama.cpp, in a process without the plugin: python stock_worker.py plain|oracle MODEL TOKENS.npy OUT.npy WIDTH
+"""Logits of a GGUF by stock llama.cpp, in a process without the plugin:
 
-oracle: DESIGN.md's independent check. The eval callback adds R·x to the result of every matmul by a weight that has a residual, from the host, with
-x rounded to int8 as docs/format.md says. Nothing of the plugin takes part: only the residual's bytes, decoded, and numpy.
+    python stock_worker.py plain|oracle MODEL TOKENS.npy OUT.npy WIDTH
+
+oracle: an independent check. The eval callback adds R·x to the result of every matmul by a weight that has a residual, from the
+host, with x rounded to int8 as docs/format.md says. Nothing of the plugin takes part: only the residual's bytes, decoded, and numpy.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="example: twobit exec -- llama-server -m out.gguf --port 8080",
     )
     parser.add_argument("--model", metavar="FILE", type=Path,
-                        help="the paired file, for tools that do not map the model's file (--no-mmap); sets TWOBIT_MODEL")  # fmt: skip
+                        help="the paired file, where the plugin cannot look at open files (not Linux); sets TWOBIT_MODEL")  # fmt: skip
     parser.add_argument("--mode", choices=("full", "draft"), help="draft: run the 2-bit base alone; sets TWOBIT_MODE")
     parser.add_argument("--print", action="store_true", help="print the environment and the command instead")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
