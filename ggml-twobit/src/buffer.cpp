@@ -5,7 +5,6 @@
 #include "sources.h"
 #include "xxh64.h"
 
-#include <string.h>
 
 #include <mutex>
 #include <string>

@@ -9,7 +9,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <atomic>
 #include <mutex>
 
 tb_compute::~tb_compute() {

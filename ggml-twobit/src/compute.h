@@ -5,7 +5,6 @@
 
 #include "ggml-backend-impl.h"
 #include "invariant.h"
-#include "kernels/kernels.h"
 #include "residual-op.h"
 
 // What one of our backends (ggml_backend_t) keeps between graphs.
