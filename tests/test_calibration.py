@@ -22,6 +22,7 @@ from twobit_gguf.calibration.factorise import Factors, damping_for, factorise
 from twobit_gguf.calibration.mixed import Level, allocate
 from twobit_gguf.calibration.model import Runner
 from twobit_gguf.calibration.store import Calibration
+from twobit_gguf.convert_imatrix import Imatrix
 from twobit_gguf.errors import TwobitError
 
 BASES = {"q2_0": gguf_types.Q2_0, "q2_k": gguf_types.Q2_K, "iq2_xs": gguf_types.IQ2_XS, "q3_k": 11, "q4_k": 12, "q4_0": 2}
@@ -455,6 +456,16 @@ def test_bits_go_where_they_buy_most() -> None:
     chosen = allocate(levels, 360)
     assert chosen is not None and {name: level.type for name, level in chosen.items()} == {"flat": 1, "steep": 2}
     assert allocate(levels, 199) is None
+
+
+def test_a_calibration_serves_as_imatrix(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
+    calibration = run_calibrate(tiny_gguf("llama"), tmp_path / "c", text_file)
+    imatrix = Imatrix(tmp_path / "c")
+    diagonal = calibration.diagonal(calibration.info.weights["blk.1.ffn_up.weight"])
+    weights = imatrix.weights(("blk.1.ffn_up.weight",), 1, diagonal.size)
+    assert weights is not None and np.allclose(weights[0], diagonal / diagonal.mean(), rtol=1e-5)
+    conftest.convert(tiny_gguf("llama"), tmp_path / "out.gguf", "--imatrix", str(tmp_path / "c"))
+
 
 
 def test_a_calibration_of_another_model_is_refused(

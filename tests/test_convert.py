@@ -21,6 +21,7 @@ import tiny_models
 
 from twobit_gguf import convert, convert_plan, convert_quantize, convert_run, format, gguf_file, gguf_types
 from twobit_gguf._native import check, ffi, lib
+from twobit_gguf.calibration.expand import quantize_stock
 from twobit_gguf.convert import Job
 from twobit_gguf.convert_plan import Options
 from twobit_gguf.convert_source import Source
@@ -351,6 +352,42 @@ def test_damaged_imatrix(legacy: bool, tmp_path: Path, importance: dict[str, np.
     nan = {name: mean * np.nan for name, mean in importance.items()}
     with pytest.raises(TwobitError, match="NaN"):
         run(tiny_gguf("moe"), tmp_path / "out.gguf", imatrix=write_imatrix(tmp_path / "imatrix", nan, legacy))
+
+
+# ---- bases that exist already
+
+
+def test_bases_of_another_file(tiny_gguf: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny_gguf("llama")
+    two = run(source, tmp_path / "two.gguf")
+    assert convert.main([str(source), str(tmp_path / "r4.gguf"), "--base-from", str(two.path), "--residual", "r4", "-q"]) == 0
+    plain = run(source, tmp_path / "plain.gguf", options=Options(bits=4))
+    taken = format.open_paired(tmp_path / "r4.gguf")
+    format.verify(taken)
+    # what was made of the same weights for the same base is the same
+    assert [(p.name, p.bits, p.base_xxh64, p.residual_xxh64) for p in taken.pairs] == [
+        (p.name, p.bits, p.base_xxh64, p.residual_xxh64) for p in plain.pairs
+    ]
+
+    stock = tmp_path / "stock.gguf"  # llama.cpp's own mix: more than two bits here and there
+    quantize_stock(source, stock, 10)
+    assert convert.main([str(source), str(tmp_path / "mixed.gguf"), "--base-from", str(stock), "-q"]) == 0
+    mixed = format.open_paired(tmp_path / "mixed.gguf")
+    format.verify(mixed)
+    theirs = gguf_file.open_gguf(stock)
+    for pair in mixed.pairs:
+        tensor, original = theirs.by_name[pair.name], f32(source, gguf_file.open_gguf(source).by_name[pair.name])
+        assert pair.base_type == tensor.type
+        assert data(mixed.path, mixed.main.by_name[pair.name]) == data(stock, tensor)
+        assert np.abs(reconstructed(mixed, pair.name) - original).max() < np.abs(f32(stock, tensor) - original).max()
+    assert len({pair.base_type for pair in mixed.pairs}) > 1
+
+    capsys.readouterr()
+    assert convert.main([str(source), str(tmp_path / "out.gguf"), "--base-from", str(tiny_gguf("qwen2")), "-q"]) == 2
+    assert "give a quantised GGUF of the same model" in capsys.readouterr().err
+    assert convert.main([str(source), str(tmp_path / "out.gguf"), "--base-from", str(source), "-q"]) == 2  # f16: nothing to take
+    assert "none of its tensors is a base" in capsys.readouterr().err
+    assert not (tmp_path / "out.gguf").exists()
 
 
 # ---- the command

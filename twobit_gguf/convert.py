@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -30,6 +31,7 @@ from .calibration import mixed
 from .calibration.quantizer import FeedbackFactory
 from .calibration.store import Calibration
 from .calibration.units import size
+from .convert_bases import Bases
 from .convert_imatrix import Imatrix
 from .convert_plan import Action, Options, Step
 from .convert_quantize import PlainQuantizer, QuantizerFactory
@@ -67,6 +69,7 @@ class Job:
     quiet: bool = False
     quantizer: QuantizerFactory = PlainQuantizer
     refine: Callable[[Source, list[Step]], list[Step]] = field(default=lambda source, steps: steps)  # mixed bases
+    bases: Bases | None = None  # those of another file, whose refine() is the refine above
 
 
 def convert(job: Job) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def _run(job: Job, source: Source, writer: PairedWriter, steps: list[Step], imat
     pool = ThreadPoolExecutor(job.threads)
     try:
         with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=disable) as bar:
-            conversion = Conversion(source, writer, pool, job.threads, job.quantizer, imatrix, bar.update)
+            conversion = Conversion(source, writer, pool, job.threads, job.quantizer, imatrix, job.bases, bar.update)
             for step in steps:
                 bar.set_postfix_str(step.spec.name, refresh=False)
                 try:
@@ -237,11 +240,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("out", metavar="OUT.gguf", type=Path, help="the paired GGUF to write")
     parser.add_argument("--base", choices=["auto", *convert_plan.BASES], default="auto",
                         help="type of the base; auto: q2_k where the row length allows, else q2_0 (default)")  # fmt: skip
+    parser.add_argument("--base-from", metavar="GGUF", type=Path,
+                        help="take the bases from this quantised GGUF of the same model, paired or not; make only the residual")  # fmt: skip
     parser.add_argument("--residual", choices=list(convert_plan.RESIDUALS), default="r6",
                         help="bits a weight of the residual (default r6)")  # fmt: skip
     parser.add_argument("--embedding", choices=list(convert_plan.EMBEDDINGS), default="q8_0",
                         help="type of the token embedding, which is not paired (default q8_0)")  # fmt: skip
-    parser.add_argument("--imatrix", metavar="FILE", type=Path, help="importance matrix of llama-imatrix (GGUF or .dat)")
+    parser.add_argument("--imatrix", metavar="FILE", type=Path,
+                        help="importance matrix of llama-imatrix (GGUF or .dat), or a .calib, whose diagonal it is")  # fmt: skip
     parser.add_argument("--calibration", metavar="FILE", type=Path,
                         help="XᵀX from `twobit calibrate`: base (q2_0, q2_k, iq2_xs) and residual get error feedback")  # fmt: skip
     parser.add_argument("--damping", metavar="X", type=float,
@@ -264,6 +270,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--vram and --base-bpw measure where bits count: give --calibration")
     if (args.vram or args.base_bpw) and args.base != "auto":
         parser.error("--vram and --base-bpw choose the bases themselves: leave --base out")
+    if args.base_from is not None and (args.vram or args.base_bpw or args.base != "auto"):
+        parser.error("--base-from brings the bases' types along: leave --base, --vram and --base-bpw out")
     if args.damping is not None and not 0 < args.damping <= 10:
         parser.error("--damping must be above 0, at most 10")
     return args
@@ -280,7 +288,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             job.quantizer = factory = FeedbackFactory(Calibration(args.calibration), _warn, args.damping)
             if args.vram or args.base_bpw:
                 job.refine = mixed.Mixer(factory, mixed.Budget(args.base_bpw, args.vram), args.quiet)
-        result = convert(job)
+        with Bases(args.base_from, _warn) if args.base_from is not None else contextlib.nullcontext() as bases:
+            if bases is not None:
+                job.bases, job.refine = bases, bases.refine
+            result = convert(job)
     except (TwobitError, NativeError, LlamaSourceError) as error:
         print(f"twobit-convert: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,7 @@
-"""llama.cpp's importance matrices: the mean square of every matmul's input, column by column. GGUF files and legacy .dat files."""
+"""llama.cpp's importance matrices: the mean square of every matmul's input, column by column.
+
+GGUF files, legacy .dat files, and the diagonals of a .calib, which are the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from . import gguf_file, gguf_types
+from .calibration.store import Calibration
 from .errors import TwobitError
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -25,8 +29,13 @@ class Imatrix:
         self.path = path
         try:
             with open(path, "rb") as file:
-                is_gguf = file.read(4) == gguf_file.MAGIC
-            self._means = _read_gguf(path) if is_gguf else _read_legacy(path)
+                start = file.read(9)
+            if start[:4] == gguf_file.MAGIC:
+                self._means = _read_gguf(path)
+            elif start[8:] == b"{":  # safetensors: a length, then JSON
+                self._means = _read_calibration(path)
+            else:
+                self._means = _read_legacy(path)
         except OSError as error:
             raise TwobitError(f"{path}: cannot be read: {error.strerror}") from None
         for name, mean in self._means.items():
@@ -83,6 +92,12 @@ def _read_gguf(path: Path) -> dict[str, np.ndarray]:
 def _floats(data: io.BufferedReader, tensor: gguf_file.Tensor) -> np.ndarray:
     data.seek(tensor.offset)
     return np.frombuffer(data.read(tensor.nbytes), "<f4")
+
+
+def _read_calibration(path: Path) -> dict[str, np.ndarray]:
+    calibration = Calibration(path)
+    diagonals = {name: calibration.diagonal(name) for name in calibration.info.columns}
+    return {weight: diagonals[name] for weight, name in calibration.info.weights.items()}
 
 
 def _read_legacy(path: Path) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from . import convert_quantize, format, gguf_types
+from .convert_bases import Bases
 from .convert_imatrix import Imatrix
 from .convert_plan import OUTPUT, TOKEN_EMBD, Action, Step
 from .convert_quantize import QuantizerFactory, TensorQuantizer
@@ -60,10 +61,11 @@ class Conversion:
         threads: int,
         factory: QuantizerFactory,
         imatrix: Imatrix | None,
+        bases: Bases | None,
         progress: Callable[[int], object],
     ) -> None:
         self.source, self.writer, self.pool, self.threads = source, writer, pool, threads
-        self.factory, self.imatrix, self.progress = factory, imatrix, progress
+        self.factory, self.imatrix, self.bases, self.progress = factory, imatrix, bases, progress
         self.without_importance: list[str] = []  # paired tensors that the imatrix does not know
 
     def run(self, step: Step) -> None:
@@ -102,7 +104,9 @@ class Conversion:
 
     def _base(self, step: Step, quantizer: TensorQuantizer, piece: Piece) -> tuple[np.ndarray, float]:
         weights = self.source.read_f32(step.source, piece.row0, piece.n_rows)
-        base = quantizer.base(weights, piece.matrix)
+        base = self.bases.read(step, piece.row0, piece.n_rows) if self.bases is not None else None
+        if base is None:
+            base = quantizer.base(weights, piece.matrix)
         return base, convert_quantize.max_abs(weights, step.spec.type, base)
 
     def _requantize(self, step: Step, piece: Piece) -> memoryview:

@@ -22,15 +22,16 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 class Source:
     """A model's tensors and keys. Use as a context manager: it holds its files open."""
 
-    def __init__(self, path: Path, shown_as: Path | None = None) -> None:
+    def __init__(self, path: Path, shown_as: Path | None = None, may_be_paired: bool = False) -> None:
         """path: a GGUF, of a split model the first shard; shown_as: what errors call it (a temporary GGUF has a better name).
+        may_be_paired: of a paired GGUF the main part will do.
 
         Raises:
             TwobitError: damaged, a shard missing, or not a model.
         """
         self.path = shown_as or path
         files = _open_shards(path)
-        _check_model(self.path, files[0])
+        _check_model(self.path, files[0], may_be_paired)
         self.kv: dict[str, Value] = {k: v for k, v in files[0].kv.items() if k not in _SPLIT_KEYS}
         self.alignment = files[0].alignment
         self.tensors: list[Tensor] = []
@@ -120,8 +121,8 @@ def _open_shards(path: Path) -> list[GGUFFile]:
     return files
 
 
-def _check_model(path: Path, file: GGUFFile) -> None:
-    if is_paired(file):
+def _check_model(path: Path, file: GGUFFile, may_be_paired: bool) -> None:
+    if is_paired(file) and not may_be_paired:
         raise TwobitError(f"{path}: already a paired GGUF; convert the model it was made from")
     if not file.get("general.architecture", gguf_file.STRING):
         raise TwobitError(f"{path}: a GGUF without general.architecture; convert a language model")
