@@ -241,7 +241,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", choices=["auto", *convert_plan.BASES], default="auto",
                         help="type of the base; auto: q2_k where the row length allows, else q2_0 (default)")  # fmt: skip
     parser.add_argument("--base-from", metavar="GGUF", type=Path,
-                        help="take the bases from this quantised GGUF of the same model, paired or not; make only the residual")  # fmt: skip
+                        help="take the bases from this quantised GGUF of the same model, make only the residual")  # fmt: skip
     parser.add_argument("--residual", choices=list(convert_plan.RESIDUALS), default="r6",
                         help="bits a weight of the residual (default r6)")  # fmt: skip
     parser.add_argument("--embedding", choices=list(convert_plan.EMBEDDINGS), default="q8_0",
