@@ -21,6 +21,7 @@ from twobit_gguf.calibration.expand import base_bits, write_f16
 from twobit_gguf.calibration.factorise import Factors, damping_for, factorise
 from twobit_gguf.calibration.mixed import Level, allocate
 from twobit_gguf.calibration.model import Runner
+from twobit_gguf.calibration.order import BlockOrder
 from twobit_gguf.calibration.store import Calibration
 from twobit_gguf.convert_imatrix import Imatrix
 from twobit_gguf.errors import TwobitError
@@ -456,6 +457,36 @@ def test_bits_go_where_they_buy_most() -> None:
     chosen = allocate(levels, 360)
     assert chosen is not None and {name: level.type for name, level in chosen.items()} == {"flat": 1, "steep": 2}
     assert allocate(levels, 199) is None
+
+
+def test_order_of_columns(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
+    """Blocks of 256 columns rounded by the strength of their inputs: every block is back at its place, and the error no other in kind."""
+    source, calib = tiny_gguf("qwen2"), tmp_path / "c"  # its ffn_down has three blocks
+    calibration = run_calibrate(source, calib, text_file)
+    errors, bases = [], []
+    fed = ["--calibration", str(calib)]
+    for name, options in (("plain", []), ("natural", fed), ("ordered", [*fed, "--order", "activation"])):
+        paired = format.open_paired(conftest.convert(source, tmp_path / f"{name}.gguf", *options))
+        format.verify(paired)
+        both = []
+        for residual in (True, False):
+            write_f16(paired.path, tmp_path / "expanded.gguf", residual=residual)
+            both.append(_model_error(source, tmp_path / "expanded.gguf", paired, calibration))
+        errors.append(both)
+        bases.append({pair.name: pair.base_xxh64 for pair in paired.pairs})
+    plain, natural, ordered = errors
+    assert ordered[0] < plain[0] and ordered[1] < plain[1]
+    assert ordered[1] < 1.1 * natural[1]
+    differ = {name for name in bases[1] if bases[1][name] != bases[2][name]}
+    assert differ == {name for name in bases[1] if ".ffn_down" in name}, "rows of one block have no order"
+
+
+def test_block_order_moves_blocks_there_and_back() -> None:
+    order = BlockOrder.by_activation(np.repeat([1.0, 9.0, 4.0, 100.0], [256, 256, 256, 64]).astype(np.float32))
+    assert order.columns[[0, 256, 512, 768]].tolist() == [256, 512, 0, 768]  # the part of a block stays behind
+    packed = np.arange(2 * 35, dtype=np.uint8)  # 2 rows: 3 blocks of 10 bytes and 5 bytes more
+    assert order.pack(packed, 2, 10)[:35].tolist() == [*range(10, 30), *range(10), *range(30, 35)]
+    assert np.array_equal(order.unpack(order.pack(packed, 2, 10), 2, 10), packed)
 
 
 def test_a_calibration_serves_as_imatrix(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from . import convert_plan, convert_probe, convert_report, format, gguf_file, gguf_types, hf
 from ._native import NativeError
-from .calibration import mixed
+from .calibration import mixed, order
 from .calibration.quantizer import FeedbackFactory
 from .calibration.store import Calibration
 from .calibration.units import size
@@ -252,6 +252,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="XᵀX from `twobit calibrate`: base (q2_0, q2_k, iq2_xs) and residual get error feedback")  # fmt: skip
     parser.add_argument("--damping", metavar="X", type=float,
                         help="of the calibration, for example 0.01 (default: by the amount of text, input by input)")  # fmt: skip
+    parser.add_argument("--order", choices=order.ORDERS, default=order.NATURAL,
+                        help="with --calibration: columns are rounded as they stand (default), or those with the strongest inputs first")  # fmt: skip
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--vram", metavar="SIZE", type=size,
                         help="with --calibration: bases of 2 to 4 bits, where they buy most, in this much memory "
@@ -285,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # a terminated conversion cleans up as an interrupted one does
     try:
         if args.calibration is not None:
-            job.quantizer = factory = FeedbackFactory(Calibration(args.calibration), _warn, args.damping)
+            job.quantizer = factory = FeedbackFactory(Calibration(args.calibration), _warn, args.damping, args.order)
             if args.vram or args.base_bpw:
                 job.refine = mixed.Mixer(factory, mixed.Budget(args.base_bpw, args.vram), args.quiet)
         with Bases(args.base_from, _warn) if args.base_from is not None else contextlib.nullcontext() as bases:

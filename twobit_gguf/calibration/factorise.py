@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .order import BlockOrder
+
 _LEAST = 0.05  # damping where there is text in plenty (see docs/quality.md: with less, the base leaves a larger residual)
 _PER_COLUMN = 0.35  # damping for each column a row of text
 _ATTEMPTS = 4  # of ten times more damping each
@@ -15,11 +17,15 @@ _FFN_DOWN_LEAST = 0.15
 
 @dataclass
 class Factors:
-    """u: (k, k) f32, unit upper triangular; d: (k,) f32, positive; notes: what was odd about H, one line each."""
+    """u: (k, k) f32, unit upper triangular; d: (k,) f32, positive; notes: what was odd about H, one line each.
+
+    order: that of the columns in u and d, where it is not the file's.
+    """
 
     u: np.ndarray
     d: np.ndarray
     notes: list[str] = field(default_factory=list)
+    order: BlockOrder | None = None
 
     @property
     def nbytes(self) -> int:

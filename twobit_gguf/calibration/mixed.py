@@ -91,8 +91,7 @@ class Mixer:
             base = quantizer.base(w, 0)
             error = w - dequantize(kind, base, *w.shape)
             if isinstance(quantizer, FeedbackQuantizer):
-                u, d = quantizer.factors.u, quantizer.factors.d
-                relative = float((np.square(error @ u) @ d).sum() / max(float((np.square(w @ u) @ d).sum()), 1e-30))
+                relative = quantizer.output_error(error) / max(quantizer.output_error(w), 1e-30)
             else:  # not calibrated: all columns count the same
                 relative = float(np.square(error).sum() / max(float(np.square(w).sum()), 1e-30))
             levels.append(Level(kind, gguf_types.nbytes(kind, step.source.n_weights), relative))

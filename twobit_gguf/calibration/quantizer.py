@@ -13,6 +13,7 @@ from ..convert_plan import Step
 from ..convert_quantize import PlainQuantizer, TensorQuantizer
 from ..errors import TwobitError
 from .factorise import Factors, damping_for, factorise
+from .order import ACTIVATION, NATURAL, BlockOrder
 from .store import Calibration
 
 _CACHE = 256 << 20  # bytes of factors kept for the next tensors with the same input
@@ -32,16 +33,21 @@ class FeedbackQuantizer:
         if not lib().twobit_feedback_supports(self.type):
             return self._plain.base(w, matrix)
         rows, columns = w.shape
+        order = self.factors.order
+        w = order.apply(w) if order else w
         out = np.empty(gguf_types.nbytes(self.type, rows * columns), np.uint8)
         check(
             lib().twobit_base_quantize_feedback(
                 self.type, _floats(w), rows, columns, _floats(self.factors.u), _floats(self.factors.d), ffi.from_buffer(out)
             )
         )
-        return out
+        return order.unpack(out, rows, self._base_block) if order else out
 
     def residual(self, w: np.ndarray, base: np.ndarray, matrix: int, factor: float) -> np.ndarray:
         rows, columns = w.shape
+        order = self.factors.order
+        if order:
+            w, base = order.apply(w), order.pack(base, rows, self._base_block)
         packed = np.empty(format.residual_nbytes(self.bits, rows, columns, 1), np.uint8)
         check(
             lib().twobit_residual_encode_feedback(
@@ -49,15 +55,30 @@ class FeedbackQuantizer:
                 _floats(self.factors.u), _floats(self.factors.d), ffi.from_buffer(packed),
             )
         )  # fmt: skip
-        return packed
+        if not order:
+            return packed
+        tile = format.residual_nbytes(self.bits, format.TILE_ROWS, format.BLOCK_COLUMNS, 1)
+        return order.unpack(packed, -(-rows // format.TILE_ROWS), tile)
+
+    def output_error(self, error: np.ndarray) -> float:
+        """tr(E H Eᵀ) over the calibration's rows, damped as it was used; error: (rows, columns) f32."""
+        order = self.factors.order
+        error = order.apply(error) if order else error
+        return float((np.square(error @ self.factors.u) @ self.factors.d).sum())
+
+    @property
+    def _base_block(self) -> int:
+        return gguf_types.nbytes(self.type, format.BLOCK_COLUMNS)
 
 
 class FeedbackFactory:
     """A QuantizerFactory. Tensors the calibration does not know, or knows nothing of, are rounded plainly, with a warning."""
 
-    def __init__(self, calibration: Calibration, warn: Callable[[str], object], damping: float | None = None) -> None:
-        """damping: λ for all tensors; None chooses by the amount of text (factorise.damping_for)."""
-        self.calibration, self.warn, self.damping = calibration, warn, damping
+    def __init__(
+        self, calibration: Calibration, warn: Callable[[str], object], damping: float | None = None, order: str = NATURAL
+    ) -> None:
+        """damping: λ for all tensors; None chooses by the amount of text (factorise.damping_for). order: one of order.ORDERS."""
+        self.calibration, self.warn, self.damping, self.order = calibration, warn, damping, order
         self._cache: OrderedDict[str, Factors | None] = OrderedDict()
 
     def __call__(self, step: Step, importance: np.ndarray | None) -> TensorQuantizer:
@@ -87,7 +108,14 @@ class FeedbackFactory:
         while self._cache and sum(f.nbytes for f in self._cache.values() if f) + 4 * columns**2 > _CACHE:
             self._cache.popitem(last=False)
         damping = damping_for(source, columns, rows) if self.damping is None else self.damping
-        factors = factorise(self.calibration.matrix(source), damping)
+        matrix = self.calibration.matrix(source)
+        order = None
+        if self.order == ACTIVATION and columns >= 2 * format.BLOCK_COLUMNS:
+            order = BlockOrder.by_activation(self.calibration.diagonal(source))
+            matrix = order.apply_both(matrix)
+        factors = factorise(matrix, damping)
+        if factors is not None:
+            factors.order = order
         if 0 < rows < columns:
             self.warn(f"{source}: {rows} rows of text for {columns} columns is little; calibrate with more --tokens")
         for note in factors.notes if factors else []:
