@@ -253,7 +253,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--damping", metavar="X", type=float,
                         help="of the calibration, for example 0.01 (default: by the amount of text, input by input)")  # fmt: skip
     parser.add_argument("--order", choices=order.ORDERS, default=order.NATURAL,
-                        help="with --calibration: columns are rounded as they stand (default), or those with the strongest inputs first")  # fmt: skip
+                        help="with --calibration: columns as they stand (default), or those with the strongest inputs first")  # fmt: skip
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--vram", metavar="SIZE", type=size,
                         help="with --calibration: bases of 2 to 4 bits, where they buy most, in this much memory "
