@@ -19,10 +19,13 @@ from twobit_gguf.calibration import calibrate, collect, evaluate
 from twobit_gguf.calibration.divergence import Divergence, log_softmax
 from twobit_gguf.calibration.expand import base_bits, write_f16
 from twobit_gguf.calibration.factorise import Factors, damping_for, factorise
+from twobit_gguf.calibration.graph import Activations
 from twobit_gguf.calibration.mixed import Level, allocate
-from twobit_gguf.calibration.model import Runner
+from twobit_gguf.calibration.model import Runner, cut
 from twobit_gguf.calibration.order import BlockOrder
+from twobit_gguf.calibration.sensitivity import measure
 from twobit_gguf.calibration.store import Calibration
+from twobit_gguf.calibration.text import default_text
 from twobit_gguf.convert_imatrix import Imatrix
 from twobit_gguf.errors import TwobitError
 
@@ -432,6 +435,36 @@ def test_mixed_bases(name: str, bpw: float, tiny_gguf: Callable[[str], Path], te
         write_f16(path, tmp_path / "expanded.gguf", residual=False)
         errors.append(_model_error(source, tmp_path / "expanded.gguf", format.open_paired(path), calibration))
     assert errors[1] < errors[0]
+
+
+def test_sensitivity_is_that_of_the_output(tiny_gguf: Callable[[str], Path]) -> None:
+    """Noise on the logits themselves has a divergence that is known: half the power of the noise, weighted by p, mean taken off."""
+    model = tiny_gguf("llama")
+    runs: list[int] = []
+    errors = {"blk.0.ffn_up.weight": 0.05, "blk.1.ffn_up.weight": 0.05, "output.weight": 1e-4}
+    found = measure(model, errors, 2, lambda: runs.append(1))
+    assert found.keys() == errors.keys() and all(weight > 0 for weight in found.values()) and len(runs) == 4
+    assert measure(model, errors, 2, lambda: None) == pytest.approx(found, rel=1e-3)
+
+    with Runner(model, 2, 256, 2, logits=True) as runner:
+        tokens = cut(runner.tokenize(default_text()), runner.bos, 256, 2)
+        runner.run(tokens, Nobody())
+        rows = runner.logits(tokens.size).reshape(2, 256, -1)[:, 32:].reshape(-1, runner.logits(1).shape[1])
+        p = np.exp(log_softmax(rows.copy()))
+    variance = np.square(rows).mean(axis=1)
+    expected = 0.5 * float((variance * (1 - np.square(p).sum(axis=1))).mean())
+    assert found["output.weight"] == pytest.approx(expected, rel=0.1)
+
+
+class Nobody:
+    """A watcher that wants nothing."""
+
+    def wants(self, weight: str) -> bool:
+        return False
+
+    def take(self, weight: str, x: Activations) -> bool:
+        raise AssertionError(weight)
+
 
 
 def test_mixed_bases_that_do_not_fit(

@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.calibration is not None:
             job.quantizer = factory = FeedbackFactory(Calibration(args.calibration), _warn, args.damping, args.order)
             if args.vram or args.base_bpw:
-                job.refine = mixed.Mixer(factory, mixed.Budget(args.base_bpw, args.vram), args.quiet)
+                job.refine = mixed.Mixer(factory, mixed.Budget(args.base_bpw, args.vram), args.threads, args.quiet)
         with Bases(args.base_from, _warn) if args.base_from is not None else contextlib.nullcontext() as bases:
             if bases is not None:
                 job.bases, job.refine = bases, bases.refine

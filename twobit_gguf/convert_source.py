@@ -29,7 +29,7 @@ class Source:
         Raises:
             TwobitError: damaged, a shard missing, or not a model.
         """
-        self.path = shown_as or path
+        self.file, self.path = path, shown_as or path
         files = _open_shards(path)
         _check_model(self.path, files[0], may_be_paired)
         self.kv: dict[str, Value] = {k: v for k, v in files[0].kv.items() if k not in _SPLIT_KEYS}

@@ -36,10 +36,11 @@ class _Tensor(ctypes.Structure):
 
 
 class Activations:
-    """The right-hand side of a matmul, in host memory."""
+    """The right-hand side of a matmul, in host memory, and what came out."""
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, result: int | None = None) -> None:
         self._tensor = _Tensor.from_address(address)
+        self._result = _Tensor.from_address(result) if result is not None else None
         # one tensor seen through several reshapes is one input
         self.identity = (self._tensor.view_src or address, self._tensor.view_offs, self.columns)
 
@@ -53,10 +54,23 @@ class Activations:
 
     def read(self) -> np.ndarray:
         """(rows, columns) f32, a copy; one row for each token, or for each token and expert."""
-        shape, strides = tuple(self._tensor.ne)[::-1], tuple(self._tensor.nb)[::-1]
-        span = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 4
-        memory = (ctypes.c_uint8 * span).from_address(self._tensor.data)
-        return np.ndarray(shape, np.float32, memory, strides=strides).reshape(-1, shape[-1]).copy()
+        values = _view(self._tensor)
+        return values.reshape(-1, values.shape[-1]).copy()
+
+    @property
+    def result(self) -> np.ndarray | None:
+        """(rows, columns) f32, the matmul's result itself: the graph goes on with what is written there. None if it is not known."""
+        if self._result is None or self._result.type != _F32:
+            return None
+        values = _view(self._result)
+        return values.reshape(-1, values.shape[-1]) if values.flags.c_contiguous else None
+
+
+def _view(tensor: _Tensor) -> np.ndarray:
+    shape, strides = tuple(tensor.ne)[::-1], tuple(tensor.nb)[::-1]
+    span = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 4
+    memory = (ctypes.c_uint8 * span).from_address(tensor.data)
+    return np.ndarray(shape, np.float32, memory, strides=strides)
 
 
 class Watcher(Protocol):
@@ -99,15 +113,16 @@ class EvalCallback:
         tensor = _Tensor.from_address(address)
         if tensor.name.decode("utf-8", "replace") == FINAL_NORM:
             # taken here, so that the logits, which nobody wants, need not be computed
-            weight, x = OUTPUT, address
+            weight, x, result = OUTPUT, address, None
         elif tensor.op in _matmul_ops() and tensor.src[0] and tensor.src[1]:
             weight, x = _Tensor.from_address(tensor.src[0]).name.decode("utf-8", "replace"), tensor.src[1]
             weight = OUTPUT if weight == EMBEDDING else weight
+            result = address
         else:
             return not ask
         if not self.watcher.wants(weight):
             return not ask
-        return True if ask else self.watcher.take(weight, Activations(x))
+        return True if ask else self.watcher.take(weight, Activations(x, result))
 
 
 @functools.cache

@@ -1,14 +1,16 @@
-"""Mixed bases: spends a budget of base bits where they lower the error most; a finer base gets a coarser residual.
+"""Mixed bases: spends a budget of base bits where they lower the divergence most; a finer base gets a coarser residual.
 
-How sensitive a tensor is, is measured: a sample of its rows is rounded to each type with error feedback, and the relative output error
-over the calibration text, tr(E H Eᵀ) / tr(W H Wᵀ), is taken. The sum of these over all tensors is then minimised under the budget:
-of each tensor only the types on the lower convex hull of (bytes, error) come into question, and steps along the hulls are taken
-by falling gain for each byte.
+What bits buy is measured: a sample of each tensor's rows is rounded to each type with error feedback, and the relative output
+error over the calibration text, tr(E H Eᵀ) / tr(W H Wᵀ), is taken; sensitivity.py measures what such an error does to the model's
+output. The sum of error · sensitivity over all tensors is then minimised under the budget: of each tensor only the types on the
+lower convex hull of (bytes, error) come into question, and steps along the hulls are taken by falling gain for each byte.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -17,8 +19,12 @@ from .. import gguf_types
 from ..convert_plan import Action, Step
 from ..convert_source import Source
 from ..errors import TwobitError
+from . import sensitivity
 from .expand import dequantize
 from .quantizer import FeedbackFactory, FeedbackQuantizer
+from .sensitivity import groups
+
+Item = TypeVar("Item")
 
 IQ2_XS, Q2_K, Q3_K, Q4_K, Q4_0, Q2_0 = gguf_types.IQ2_XS, gguf_types.Q2_K, 11, 12, 2, gguf_types.Q2_0
 _SUPER_BLOCKS, _SHORT_ROWS = (IQ2_XS, Q2_K, Q3_K, Q4_K), (Q2_0, Q4_0)
@@ -56,22 +62,23 @@ class Level:
 
     type: int
     nbytes: int
-    error: float  # relative output error
+    error: float  # relative output error, times what it weighs
 
 
 class Mixer:
     """Chooses the types of a plan's pairs; give it to convert.Job as `refine`."""
 
-    def __init__(self, factory: FeedbackFactory, budget: Budget, quiet: bool = False) -> None:
-        self.factory, self.budget, self.quiet = factory, budget, quiet
+    def __init__(self, factory: FeedbackFactory, budget: Budget, threads: int, quiet: bool = False) -> None:
+        self.factory, self.budget, self.threads, self.quiet = factory, budget, threads, quiet
         self._levels: dict[str, list[Level]] = {}  # measured once, though the plan may be refined twice
 
     def __call__(self, source: Source, steps: list[Step]) -> list[Step]:
         """Raises TwobitError: the budget is too small."""
         pairs = [step for step in steps if step.action is Action.PAIR]
         unknown = [step for step in pairs if step.spec.name not in self._levels]
-        for step in tqdm(unknown, desc="measuring", unit="tensor", disable=True if self.quiet else None):
-            self._levels[step.spec.name] = self._measure(source, step)
+        if unknown:
+            errors = {step.spec.name: self._measure(source, step) for step in self._bar(unknown, "errors", "tensor")}
+            self._levels |= self._weigh(source, errors)
         available = self.budget.nbytes(source, steps)
         chosen = allocate({step.spec.name: self._levels[step.spec.name] for step in pairs}, available)
         if chosen is None:
@@ -81,6 +88,16 @@ class Mixer:
                 f"{max(0, available) / 2**30:.3f}; give more --vram (or --base-bpw), or keep layers in RAM when running it"
             )
         return [_with_type(step, chosen[step.spec.name].type) if step.action is Action.PAIR else step for step in steps]
+
+    def _bar(self, items: Iterable[Item], what: str, unit: str, total: int | None = None) -> tqdm[Item]:
+        return tqdm(items, desc=f"measuring {what}", unit=unit, total=total, disable=True if self.quiet else None)
+
+    def _weigh(self, source: Source, levels: dict[str, list[Level]]) -> dict[str, list[Level]]:
+        """The same levels with errors in nats of divergence."""
+        worst = {name: max(level.error for level in options) for name, options in levels.items()}
+        with self._bar((), "sensitivity", "run", 1 + len(groups(list(worst)))) as bar:
+            weights = sensitivity.measure(source.file, worst, self.threads, bar.update)
+        return {name: [replace(level, error=level.error * weights[name]) for level in options] for name, options in levels.items()}
 
     def _measure(self, source: Source, step: Step) -> list[Level]:
         kinds = _SUPER_BLOCKS if step.source.columns % gguf_types.block(Q2_K) == 0 else _SHORT_ROWS

@@ -21,8 +21,12 @@ SEQUENCES = 4  # sequences of a batch
 class Runner:
     """Runs batches of SEQUENCES sequences under an eval callback. Use as a context manager."""
 
-    def __init__(self, path: Path, threads: int, context: int = CONTEXT, sequences: int = SEQUENCES) -> None:
-        """Raises TwobitError: llama.cpp cannot load the model."""
+    def __init__(self, path: Path, threads: int, context: int = CONTEXT, sequences: int = SEQUENCES, logits: bool = False) -> None:
+        """logits: keep them, context × sequences × vocabulary f32.
+
+        Raises:
+            TwobitError: llama.cpp cannot load the model.
+        """
         self.path, self.context, self.sequences = path, context, sequences
         llama_cpp.llama_backend_init()
         set_verbose(False)
@@ -45,7 +49,7 @@ class Runner:
         params.n_seq_max = sequences
         params.n_threads = params.n_threads_batch = threads
         # "embeddings" makes every token an output without room for its logits
-        params.embeddings = True
+        params.embeddings = not logits
         params.op_offload = params.offload_kqv = False
         self._function = self._callback.function(type(params.cb_eval))
         params.cb_eval = self._function
@@ -89,6 +93,11 @@ class Runner:
         self._callback.reraise()
         if result != 0:
             raise TwobitError(f"{self.path}: llama_decode failed ({result})")
+
+    def logits(self, n_tokens: int) -> np.ndarray:
+        """(n_tokens, vocabulary) f32 of the last run, of a runner that keeps them: a view, valid until the next run."""
+        n_vocab = int(llama_cpp.llama_vocab_n_tokens(self.vocab))
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (n_tokens, n_vocab))
 
     def close(self) -> None:
         if getattr(self, "_context", None):
