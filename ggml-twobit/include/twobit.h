@@ -125,9 +125,26 @@ TWOBIT_API bool    twobit_feedback_supports(int type);
 // like twobit_base_quantize
 TWOBIT_API int64_t twobit_base_quantize_feedback(int type, const float * w, int64_t rows, int64_t cols, const float * u,
                                                  const float * d, void * dst);
+// whether twobit_base_sweep knows this base type: Q2_0, Q2_K
+TWOBIT_API bool    twobit_sweep_supports(int type);
+// Rounds a base anew, column by column, `sweeps` times, each column for the errors of all others (src/gptq_sweep.cpp). It only gains.
+// h: (cols, cols) f32, the damped H itself; base: what twobit_base_quantize_feedback gave, changed in place.
+TWOBIT_API int     twobit_base_sweep(int type, const float * w, int64_t rows, int64_t cols, const float * h, int sweeps, void * base);
 // like twobit_residual_encode
 TWOBIT_API int     twobit_residual_encode_feedback(int bits, float factor, const float * w, int base_type, const void * base,
                                                    int64_t rows, int64_t cols, const float * u, const float * d, void * dst);
+
+// ---- speculation ----------------------------------------------------------------------------------------------------
+
+struct twobit_candidate {
+    int32_t token;
+    float   p; // its probability
+};
+
+// The likely tokens of a row of n logits: at most `count` whose probability is at least p_min, best first, equal logits by token; the
+// best one is always among them. Probabilities are those of the softmax, in which logits 12 below the best count as nothing (that is
+// less than 1 % in all). Returns their number; 0 if the best logit is not finite. NaN is no candidate.
+TWOBIT_API int twobit_top_candidates(const float * logits, int64_t n, int count, float p_min, struct twobit_candidate * out);
 
 // ---- checksum -------------------------------------------------------------------------------------------------------
 

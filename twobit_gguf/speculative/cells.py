@@ -7,11 +7,15 @@ The context must have kv_unified = true (a partial copy between separate caches 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 
 import llama_cpp.llama_cpp as llama_cpp
 import numpy as np
 import numpy.typing as npt
+
+from .candidates import top_candidates
+from .tree import Candidate
 
 
 class DecodeError(RuntimeError):
@@ -19,16 +23,17 @@ class DecodeError(RuntimeError):
 
 
 class Batch:
-    """A llama_batch over numpy arrays for up to n_tokens tokens, each in up to n_seq sequences."""
+    """A llama_batch for up to n_tokens tokens, each in up to n_seq sequences."""
 
     def __init__(self, n_tokens: int, n_seq: int) -> None:
-        self._token = np.zeros(n_tokens, np.int32)
-        self._pos = np.zeros(n_tokens, np.int32)
-        self._n_seq_id = np.zeros(n_tokens, np.int32)
-        self._seq_id = np.zeros((n_tokens, n_seq), np.int32)
-        self._logits = np.zeros(n_tokens, np.int8)
-        rows = self._seq_id.ctypes.data + np.arange(n_tokens, dtype=np.uintp) * np.uintp(self._seq_id.strides[0])
-        self._rows = rows.astype(np.uintp)
+        self._token = (llama_cpp.llama_token * n_tokens)()
+        self._pos = (llama_cpp.llama_pos * n_tokens)()
+        self._n_seq_id = (ctypes.c_int32 * n_tokens)()
+        self._seq_id = (llama_cpp.llama_seq_id * (n_tokens * n_seq))()
+        self._logits = (ctypes.c_int8 * n_tokens)()
+        row, first = ctypes.sizeof(llama_cpp.llama_seq_id) * n_seq, ctypes.addressof(self._seq_id)
+        self._rows = (ctypes.c_void_p * n_tokens)(*(first + i * row for i in range(n_tokens)))
+        self._n_seq = n_seq
 
         self.struct = llama_cpp.llama_batch()
         for field, type_, array in (
@@ -38,29 +43,35 @@ class Batch:
             ("seq_id", ctypes.POINTER(llama_cpp.llama_seq_id), self._rows),
             ("logits", ctypes.c_int8, self._logits),
         ):
-            setattr(self.struct, field, ctypes.cast(array.ctypes.data, ctypes.POINTER(type_)))
+            setattr(self.struct, field, ctypes.cast(array, ctypes.POINTER(type_)))
         self.capacity = n_tokens
+        self.n_tokens = 0
 
     def clear(self) -> None:
         """Forgets all tokens."""
-        self.struct.n_tokens = 0
+        self.n_tokens = 0
 
     def add(self, token: int, pos: int, seqs: Sequence[int], logits: bool = True) -> int:
         """Adds a token and returns its row."""
-        row = self.struct.n_tokens
+        row = self.n_tokens
         if row >= self.capacity:
             raise DecodeError(f"a batch of more than {self.capacity} tokens")
         self._token[row] = token
         self._pos[row] = pos
         self._n_seq_id[row] = len(seqs)
-        self._seq_id[row, : len(seqs)] = seqs
         self._logits[row] = logits
-        self.struct.n_tokens = row + 1
+        at = row * self._n_seq
+        for seq in seqs:
+            self._seq_id[at] = seq
+            at += 1
+        self.n_tokens = row + 1
         return row
 
 
 class Cells:
     """Sequences of one context's memory.
+
+    With TWOBIT_CHECK=1 in the environment, llama.cpp's own positions are compared with ours after every copy and every step.
 
     Args:
         ctx: a llama_context.
@@ -71,9 +82,13 @@ class Cells:
     def __init__(self, ctx: llama_cpp.llama_context_p, n_seq: int, n_vocab: int) -> None:
         self.ctx = ctx
         self.n_seq = n_seq
+        self._n_vocab = n_vocab
         self._memory = llama_cpp.llama_get_memory(ctx)
         self._row_type = ctypes.c_float * n_vocab
         self._mirrored = [0] * n_seq  # positions [0, _mirrored[s]) of sequence 0 are in s too
+        self._checking = os.environ.get("TWOBIT_CHECK", "0") not in ("", "0")
+
+    # ---- decoding ----
 
     def decode(self, batch: Batch) -> None:
         """Computes the batch and waits for it.
@@ -81,6 +96,7 @@ class Cells:
         Raises:
             DecodeError: llama_decode failed; 1 means that the cache is full.
         """
+        batch.struct.n_tokens = batch.n_tokens
         result = llama_cpp.llama_decode(self.ctx, batch.struct)
         if result != 0:
             raise DecodeError(f"llama_decode returned {result}")
@@ -88,20 +104,32 @@ class Cells:
 
     def logits(self, row: int) -> npt.NDArray[np.float32]:
         """Logits (n_vocab) of a row of the last batch: a view that the next decode overwrites."""
+        return np.frombuffer(memoryview(self._row_type.from_address(self._address(row))), np.float32)
+
+    def candidates(self, row: int, count: int, p_min: float) -> list[Candidate]:
+        """The likely tokens behind a row of the last batch (top_candidates)."""
+        return top_candidates(self._address(row), self._n_vocab, count, p_min)
+
+    def _address(self, row: int) -> int:
         pointer = llama_cpp.llama_get_logits_ith(self.ctx, row)
         if not pointer:
             raise DecodeError(f"row {row} has no logits")
-        return np.frombuffer(memoryview(self._row_type.from_address(ctypes.addressof(pointer.contents))), np.float32)
+        return ctypes.addressof(pointer.contents)
+
+    # ---- sequences ----
 
     def remove(self, seq: int, begin: int) -> None:
         """Removes the positions from `begin` on from one sequence."""
         if not llama_cpp.llama_memory_seq_rm(self._memory, seq, begin, -1):
             raise DecodeError(f"this model's memory cannot go back to position {begin}")
-        self._mirrored[seq] = min(self._mirrored[seq], begin)
+        if self._mirrored[seq] > begin:
+            self._mirrored[seq] = begin
 
     def copy(self, source: int, target: int, begin: int, end: int) -> None:
-        """Adds the positions [begin, end) of `source` to `target`, which must have none of them."""
+        """Adds the positions [begin, end) of `source` to `target`, which must have none of them. llama.cpp gives no result to check."""
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, begin, end)
+        if self._checking:
+            self._expect(target, end)
 
     def mirror(self, seq: int, n: int) -> None:
         """Makes the positions [0, n) of sequence 0 part of `seq`."""
@@ -115,6 +143,23 @@ class Cells:
             if self._mirrored[seq]:
                 self.remove(seq, 0)
 
-    def end(self) -> int:
-        """The position behind the last one of sequence 0."""
-        return llama_cpp.llama_memory_seq_pos_max(self._memory, 0) + 1
+    # ---- checks ----
+
+    def end(self, seq: int = 0) -> int:
+        """The position behind the last one of a sequence."""
+        return llama_cpp.llama_memory_seq_pos_max(self._memory, seq) + 1
+
+    def check(self, n_past: int) -> None:
+        """Compares llama.cpp's positions with ours, if asked to: n_past in sequence 0, in the others what mirrors it.
+
+        Raises:
+            DecodeError: they differ: a cell was left behind, or lost.
+        """
+        if self._checking:
+            self._expect(0, n_past)
+            for seq in range(1, self.n_seq):
+                self._expect(seq, self._mirrored[seq])
+
+    def _expect(self, seq: int, end: int) -> None:
+        if self.end(seq) != end:
+            raise DecodeError(f"sequence {seq} ends at position {self.end(seq)}, not at {end}")

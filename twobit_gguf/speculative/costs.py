@@ -19,8 +19,15 @@ class Costs:
     def __init__(self, draft: float, verify: Iterable[float]) -> None:
         self.draft = draft
         self._verify = list(verify)
+        self._table: list[float] = []  # verify(0), verify(1), …
         if len(self._verify) != len(KNOTS) or not all(value > 0 for value in (draft, *self._verify)):
             raise ValueError("costs are positive seconds, one for each width measured")
+
+    def widths(self) -> list[float]:
+        """Seconds of verifications: [n] is that of n tokens, up to twice the widest measured."""
+        if not self._table:
+            self._table = [self.verify(n) for n in range(2 * KNOTS[-1] + 1)]
+        return self._table
 
     def verify(self, n_tokens: int) -> float:
         """Seconds that verifying n_tokens takes."""
@@ -31,10 +38,6 @@ class Costs:
                 return self._verify[i - 1] + share * (self._verify[i] - self._verify[i - 1])
         raise AssertionError("unreachable: the last knot always returns")
 
-    def verify_more(self, n_tokens: int) -> float:
-        """Seconds that one more token adds to a verification of n_tokens."""
-        return max(self.verify(n_tokens + 1) - self.verify(n_tokens), 0.0)
-
     def saw_draft(self, seconds: float) -> None:
         """One draft pass took this long."""
         self.draft += 0.05 * (min(seconds, 4 * self.draft) - self.draft)
@@ -42,6 +45,7 @@ class Costs:
     def saw_verify(self, n_tokens: int, seconds: float) -> None:
         """One verification took this long; the knots beside its width follow it, the others at half the pace."""
         expected = self.verify(n_tokens)
+        self._table = []
         ratio = min(max(seconds / expected, 0.25), 4.0)
         for i, knot in enumerate(KNOTS):
             left = KNOTS[i - 1] if i else 0

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from .. import plugin
 from .acceptance import Acceptance
-from .candidates import top_candidates
 from .cells import Batch, Cells
 from .options import MAX_WIDTH, SpeculationOptions
 from .tree import ROOT, Candidate, DraftTree
@@ -152,6 +151,6 @@ class BaseDraft:
                 rows.append(row)
         with plugin.mode("draft"):
             self._cells.decode(self._batch)
-        found = [top_candidates(self._cells.logits(row), self._branches, _P_MIN) for row in rows]
+        found = [self._cells.candidates(row, self._branches, _P_MIN) for row in rows]
         self.pass_seconds.append(time.perf_counter() - begin)
         return found

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 ROOT = -1  # the pending token, parent of the first drafted ones
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A token the draft offers behind a node: rank 0 is its favourite, p its probability in the draft's distribution."""
 
     token: int

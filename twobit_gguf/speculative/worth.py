@@ -29,30 +29,30 @@ class MeasuredWorth:
     _AHEAD = 8  # a single pass may not pay where a few do: the second token of a verification is the dear one
 
     def __init__(self, costs: Costs, acceptance: Acceptance) -> None:
-        self._costs = costs
+        self._draft, self._verify = costs.draft, costs.widths()
         self._mean = min(acceptance.mean_top, 0.98)
         self._rate = self._best_rate()
 
     def _best_rate(self) -> float:
         best, tokens, chance = 0.0, 1.0, 1.0
         for passes in range(2 * self._AHEAD + 1):
-            best = max(best, tokens / (passes * self._costs.draft + self._costs.verify(1 + passes)))
+            best = max(best, tokens / (passes * self._draft + self._verify[1 + passes]))
             chance *= self._mean
             tokens += chance
         return best
 
     def draft_pass(self, chance: float, width: int) -> bool:
-        here = self._costs.verify(width)
+        here = self._verify[width]
         gain = 0.0
         for passes in range(1, self._AHEAD + 1):
             chance *= self._mean
             gain += chance
-            if gain > self._rate * (passes * self._costs.draft + self._costs.verify(width + passes) - here):
+            if gain > self._rate * (passes * self._draft + self._verify[width + passes] - here):
                 return True
         return False
 
     def node(self, chance: float, width: int) -> bool:
-        return chance > self._rate * self._costs.verify_more(width)
+        return chance > self._rate * (self._verify[width + 1] - self._verify[width])
 
 
 class FixedWorth:
