@@ -379,6 +379,40 @@ def test_refusals(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: P
     assert len(lines) == 4 and not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("kind", ["q2_0", "q2_k"])
+def test_sweeps_only_gain(kind: str, h: np.ndarray, factors: Factors) -> None:
+    """Each sweep lowers the loss of every single row, the packed base holds what was chosen, and chunks of rows do not matter."""
+    w = weights(96, len(h))
+    base = base_with_feedback(BASES[kind], w, factors)
+
+    def losses(data: np.ndarray) -> np.ndarray:
+        error = (w - dequantize(BASES[kind], data, *w.shape)).astype(np.float64)
+        return np.einsum("ij,ij->i", error @ factors.h, error)
+
+    def sweep(rows: np.ndarray, data: np.ndarray, n: int) -> None:
+        check(lib().twobit_base_sweep(BASES[kind], floats(rows), *rows.shape, floats(factors.h), n, ffi.from_buffer(data)))
+
+    before = first = losses(base)
+    swept = base.copy()
+    for _ in range(3):
+        sweep(w, swept, 1)
+        after = losses(swept)
+        assert (after <= before * (1 + 1e-5)).all()
+        before = after
+    assert before.sum() < 0.97 * first.sum()
+    alone = base[: base.size * 32 // 96].copy()
+    sweep(np.ascontiguousarray(w[:32]), alone, 3)
+    assert np.array_equal(alone, swept[: alone.size])
+
+
+def test_sweeps_that_are_refused(h: np.ndarray, factors: Factors) -> None:
+    w = weights(32, len(h))
+    base = base_with_feedback(BASES["q2_k"], w, factors)
+    for kind, columns, matrix in ((BASES["q3_k"], len(h), factors.h), (BASES["q2_k"], 100, factors.h), (BASES["q2_k"], len(h), -factors.h)):
+        assert lib().twobit_base_sweep(kind, floats(w), 32, columns, floats(matrix), 1, ffi.from_buffer(base)) < 0
+    assert not lib().twobit_sweep_supports(BASES["q3_k"])
+
+
 # ---- converting and evaluating --------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from . import convert_plan, convert_probe, convert_report, format, gguf_file, gguf_types, hf
 from ._native import NativeError
 from .calibration import mixed, order
-from .calibration.quantizer import FeedbackFactory
+from .calibration.quantizer import SWEEPS, FeedbackFactory
 from .calibration.store import Calibration
 from .calibration.units import size
 from .convert_bases import Bases
@@ -254,6 +254,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="of the calibration, for example 0.01 (default: by the amount of text, input by input)")  # fmt: skip
     parser.add_argument("--order", choices=order.ORDERS, default=order.NATURAL,
                         help="with --calibration: columns as they stand (default), or those with the strongest inputs first")  # fmt: skip
+    parser.add_argument("--sweeps", metavar="N", type=int, default=SWEEPS,
+                        help="with --calibration: rounds that make a base of q2_0 or q2_k better (default %(default)s)")  # fmt: skip
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--vram", metavar="SIZE", type=size,
                         help="with --calibration: bases of 2 to 4 bits, where they buy most, in this much memory "
@@ -274,6 +276,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--vram and --base-bpw choose the bases themselves: leave --base out")
     if args.base_from is not None and (args.vram or args.base_bpw or args.base != "auto"):
         parser.error("--base-from brings the bases' types along: leave --base, --vram and --base-bpw out")
+    if not 0 <= args.sweeps <= 100:
+        parser.error("--sweeps must be 0 to 100")
     if args.damping is not None and not 0 < args.damping <= 10:
         parser.error("--damping must be above 0, at most 10")
     return args
@@ -287,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # a terminated conversion cleans up as an interrupted one does
     try:
         if args.calibration is not None:
-            job.quantizer = factory = FeedbackFactory(Calibration(args.calibration), _warn, args.damping, args.order)
+            job.quantizer = factory = FeedbackFactory(Calibration(args.calibration), _warn, args.damping, args.order, args.sweeps)
             if args.vram or args.base_bpw:
                 job.refine = mixed.Mixer(factory, mixed.Budget(args.base_bpw, args.vram), args.threads, args.quiet)
         with Bases(args.base_from, _warn) if args.base_from is not None else contextlib.nullcontext() as bases:

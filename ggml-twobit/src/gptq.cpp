@@ -17,20 +17,6 @@
 
 // ---- feedback between blocks ----------------------------------------------------------------------------------------
 
-namespace {
-
-struct aligned_floats { // zeros
-    float * data;
-    explicit aligned_floats(size_t n) : data((float *) ::operator new(n * sizeof(float), std::align_val_t(64))) {
-        std::fill(data, data + n, 0.0f);
-    }
-    ~aligned_floats() { ::operator delete(data, std::align_val_t(64)); }
-    aligned_floats(const aligned_floats &) = delete;
-    aligned_floats & operator=(const aligned_floats &) = delete;
-};
-
-} // namespace
-
 // t[r][c] += Σ_{j in [j0, j1)} e[r][j] · u[j][c] for 4 rows and 32 columns
 GPTQ_INLINE void feed_tile(const float * e, int64_t e_stride, const float * u, int64_t u_stride, int64_t j0, int64_t j1, float * t) {
     gptq_lanes acc[4][2];
@@ -50,13 +36,12 @@ GPTQ_INLINE void feed_tile(const float * e, int64_t e_stride, const float * u, i
     }
 }
 
-// t: (GPTQ_ROWS, GPTQ_BLOCK) += e[:, :k] · u[:k, k : k + n]; e: (GPTQ_ROWS, stride), u: (cols, stride)
-GPTQ_CLONES static void feed_block(const float * e, const float * u, int64_t stride, int64_t k, int n, int64_t rows, float * t) {
+GPTQ_CLONES void gptq_feed_block(const float * e, const float * u, int64_t stride, int64_t k, int n, int64_t rows, float * t) {
     const int64_t depth = 256; // rows of U at a time: 32 columns of them stay in the L1 cache for all rows of the chunk
     for (int64_t j = 0; j < k; j += depth) {
         for (int c = 0; c < n; c += 32) {
             for (int64_t r = 0; r < rows; r += 4) {
-                feed_tile(e + r * stride, stride, u + k + c, stride, j, std::min(j + depth, k), t + r * GPTQ_BLOCK + c);
+                feed_tile(e + r * stride, stride, u + c, stride, j, std::min(j + depth, k), t + r * GPTQ_BLOCK + c);
             }
         }
     }
@@ -64,10 +49,10 @@ GPTQ_CLONES static void feed_block(const float * e, const float * u, int64_t str
 
 void gptq_round_rows(const gptq_method * method, const float * w, int64_t rows, int64_t cols, const float * u, const float * d,
                      uint8_t * dst, size_t dst_stride) {
-    aligned_floats error(GPTQ_ROWS * cols);       // w − b of the columns done
-    aligned_floats target(GPTQ_ROWS * GPTQ_BLOCK);
-    aligned_floats extra(method->extra_bytes / sizeof(float) + 1);
-    aligned_floats block_memory(sizeof(gptq_block) / sizeof(float));
+    gptq_floats error(GPTQ_ROWS * cols);       // w − b of the columns done
+    gptq_floats target(GPTQ_ROWS * GPTQ_BLOCK);
+    gptq_floats extra(method->extra_bytes / sizeof(float) + 1);
+    gptq_floats block_memory(sizeof(gptq_block) / sizeof(float));
     gptq_block &   block = *(gptq_block *) block_memory.data;
     float          rounded[GPTQ_BLOCK];
 
@@ -84,7 +69,7 @@ void gptq_round_rows(const gptq_method * method, const float * w, int64_t rows, 
         for (int64_t r = 0; r < rows; r++) {
             std::copy(w + r * cols + k, w + r * cols + k + block.n, target.data + r * GPTQ_BLOCK);
         }
-        feed_block(error.data, u, cols, k, block.n, rows, target.data);
+        gptq_feed_block(error.data, u + k, cols, k, block.n, rows, target.data);
 
         for (int64_t r = 0; r < rows; r++) {
             method->round(&block, extra.data, w + r * cols + k, target.data + r * GPTQ_BLOCK, rounded,

@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <new>
 
 #define GPTQ_BLOCK 256 // most columns of a block, and the stride of its piece of U
 #define GPTQ_ROWS   64 // rows of a chunk: they share each pass over U
@@ -64,6 +65,19 @@ struct gptq_residual_block {
     uint16_t super;            // f16
     int8_t   code_s[4];        // of each group
     uint8_t  q[GPTQ_BLOCK];
+};
+
+// t: (GPTQ_ROWS, GPTQ_BLOCK) += e[:, :k] · u[:k, :n] for the first `rows` rows; e: (GPTQ_ROWS, stride), u: (k, stride)
+void gptq_feed_block(const float * e, const float * u, int64_t stride, int64_t k, int n, int64_t rows, float * t);
+
+struct gptq_floats { // zeros, 64-byte aligned; throws std::bad_alloc
+    float * data;
+    explicit gptq_floats(size_t n) : data((float *) ::operator new(n * sizeof(float), std::align_val_t(64))) {
+        memset(data, 0, n * sizeof(float));
+    }
+    ~gptq_floats() { ::operator delete(data, std::align_val_t(64)); }
+    gptq_floats(const gptq_floats &) = delete;
+    gptq_floats & operator=(const gptq_floats &) = delete;
 };
 
 // Rounds `rows` (at most GPTQ_ROWS) rows. w: (rows, cols); u: (cols, cols); d: (cols); dst: (rows, blocks) of block_bytes,

@@ -17,11 +17,12 @@ _FFN_DOWN_LEAST = 0.15
 
 @dataclass
 class Factors:
-    """u: (k, k) f32, unit upper triangular; d: (k,) f32, positive; notes: what was odd about H, one line each.
+    """h: (k, k) f32, H damped; u: (k, k) f32, unit upper triangular; d: (k,) f32, positive; notes: what was odd about H, one line each.
 
-    order: that of the columns in u and d, where it is not the file's.
+    order: that of the columns in all three, where it is not the file's.
     """
 
+    h: np.ndarray
     u: np.ndarray
     d: np.ndarray
     notes: list[str] = field(default_factory=list)
@@ -29,7 +30,7 @@ class Factors:
 
     @property
     def nbytes(self) -> int:
-        return self.u.nbytes + self.d.nbytes
+        return self.h.nbytes + self.u.nbytes + self.d.nbytes
 
 
 def damping_for(name: str, columns: int, rows: int) -> float:
@@ -43,7 +44,7 @@ def factorise(h: np.ndarray, damping: float) -> Factors | None:
 
     The median keeps near-dead columns from ruin: they are damped by what is usual, not by their own next to nothing.
 
-    h: (k, k) f32, overwritten.
+    h: (k, k) f32, damped in place and kept.
     """
     notes = []
     diagonal = np.diagonal(h).copy()
@@ -64,22 +65,20 @@ def factorise(h: np.ndarray, damping: float) -> Factors | None:
     usual = float(np.median(diagonal[alive]))
 
     for _ in range(_ATTEMPTS):
-        damped = h[::-1, ::-1].copy()  # Cholesky of the reversed matrix, reversed, is the upper triangle wanted
-        damped[np.diag_indices(len(h))] = (diagonal + damping * (diagonal + usual))[::-1]
+        h[np.diag_indices(len(h))] = diagonal + damping * (diagonal + usual)
         try:
-            lower = np.linalg.cholesky(damped)
+            lower = np.linalg.cholesky(h[::-1, ::-1])  # of the reversed matrix: reversed, it is the upper triangle wanted
         except np.linalg.LinAlgError:
             lower = None
-        del damped
         if lower is not None and np.isfinite(lower).all():
-            return _unit(lower, notes)
+            return _unit(h, lower, notes)
         damping = max(10 * damping, 1e-3)
         notes.append(f"not positive definite, damping raised to {damping:g}")
     return None
 
 
-def _unit(lower: np.ndarray, notes: list[str]) -> Factors:
+def _unit(h: np.ndarray, lower: np.ndarray, notes: list[str]) -> Factors:
     u = np.ascontiguousarray(lower[::-1, ::-1], np.float32)
     root = np.diagonal(u).copy()
     u /= root
-    return Factors(u, np.square(root), notes)
+    return Factors(h, u, np.square(root), notes)

@@ -16,15 +16,17 @@ from .factorise import Factors, damping_for, factorise
 from .order import ACTIVATION, NATURAL, BlockOrder
 from .store import Calibration
 
+SWEEPS = 4  # each gains about half of what the one before did (docs/quality.md)
 _CACHE = 256 << 20  # bytes of factors kept for the next tensors with the same input
 
 
 class FeedbackQuantizer:
     """Rounds one tensor for the calibration of its input. Experts share it."""
 
-    def __init__(self, step: Step, factors: Factors, diagonal: np.ndarray) -> None:
+    def __init__(self, step: Step, factors: Factors, diagonal: np.ndarray, sweeps: int) -> None:
         assert step.spec.bits is not None
         self.bits, self.type, self.factors = step.spec.bits, step.spec.type, factors
+        self.sweeps = sweeps if lib().twobit_sweep_supports(self.type) else 0
         # stock types without a feedback method of ours are rounded by ggml's quantisers, which take the diagonal
         weights = np.maximum(diagonal / max(float(diagonal.mean()), 1e-30), 1e-6).astype(np.float32)
         self._plain = PlainQuantizer(step, np.tile(weights, (step.matrices, 1)))
@@ -41,6 +43,9 @@ class FeedbackQuantizer:
                 self.type, _floats(w), rows, columns, _floats(self.factors.u), _floats(self.factors.d), ffi.from_buffer(out)
             )
         )
+        if self.sweeps:
+            h = _floats(self.factors.h)
+            check(lib().twobit_base_sweep(self.type, _floats(w), rows, columns, h, self.sweeps, ffi.from_buffer(out)))
         return order.unpack(out, rows, self._base_block) if order else out
 
     def residual(self, w: np.ndarray, base: np.ndarray, matrix: int, factor: float) -> np.ndarray:
@@ -75,10 +80,16 @@ class FeedbackFactory:
     """A QuantizerFactory. Tensors the calibration does not know, or knows nothing of, are rounded plainly, with a warning."""
 
     def __init__(
-        self, calibration: Calibration, warn: Callable[[str], object], damping: float | None = None, order: str = NATURAL
+        self,
+        calibration: Calibration,
+        warn: Callable[[str], object],
+        damping: float | None = None,
+        order: str = NATURAL,
+        sweeps: int = SWEEPS,
     ) -> None:
-        """damping: λ for all tensors; None chooses by the amount of text (factorise.damping_for). order: one of order.ORDERS."""
-        self.calibration, self.warn, self.damping, self.order = calibration, warn, damping, order
+        """damping: λ for all tensors; None chooses by the amount of text (factorise.damping_for). order: one of order.ORDERS.
+        sweeps: how often a base is rounded anew."""
+        self.calibration, self.warn, self.damping, self.order, self.sweeps = calibration, warn, damping, order, sweeps
         self._cache: OrderedDict[str, Factors | None] = OrderedDict()
 
     def __call__(self, step: Step, importance: np.ndarray | None) -> TensorQuantizer:
@@ -96,7 +107,7 @@ class FeedbackFactory:
         if factors is None:
             self.warn(f"{name}: its input {source} was never seen, or was all zeros or NaN; rounded without calibration")
             return PlainQuantizer(step, importance)
-        return FeedbackQuantizer(step, factors, np.nan_to_num(self.calibration.diagonal(source)))
+        return FeedbackQuantizer(step, factors, np.nan_to_num(self.calibration.diagonal(source)), self.sweeps)
 
     def _factors(self, source: str) -> Factors | None:
         if source in self._cache:
@@ -105,7 +116,7 @@ class FeedbackFactory:
         info = self.calibration.info
         rows, columns = info.rows.get(source, 0), info.columns[source]
         # make room first: the new one may be large
-        while self._cache and sum(f.nbytes for f in self._cache.values() if f) + 4 * columns**2 > _CACHE:
+        while self._cache and sum(f.nbytes for f in self._cache.values() if f) + 8 * columns**2 > _CACHE:
             self._cache.popitem(last=False)
         damping = damping_for(source, columns, rows) if self.damping is None else self.damping
         matrix = self.calibration.matrix(source)
