@@ -379,7 +379,7 @@ def test_refusals(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: P
     assert len(lines) == 4 and not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("kind", ["q2_0", "q2_k"])
+@pytest.mark.parametrize("kind", ["q2_0", "q2_k", "iq2_xs"])
 def test_sweeps_only_gain(kind: str, h: np.ndarray, factors: Factors) -> None:
     """Each sweep lowers the loss of every single row, the packed base holds what was chosen, and chunks of rows do not matter."""
     w = weights(96, len(h))

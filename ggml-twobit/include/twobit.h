@@ -125,9 +125,9 @@ TWOBIT_API bool    twobit_feedback_supports(int type);
 // like twobit_base_quantize
 TWOBIT_API int64_t twobit_base_quantize_feedback(int type, const float * w, int64_t rows, int64_t cols, const float * u,
                                                  const float * d, void * dst);
-// whether twobit_base_sweep knows this base type: Q2_0, Q2_K
+// whether twobit_base_sweep knows this base type: Q2_0, Q2_K, IQ2_XS
 TWOBIT_API bool    twobit_sweep_supports(int type);
-// Rounds a base anew, column by column, `sweeps` times, each column for the errors of all others (src/gptq_sweep.cpp). It only gains.
+// Rounds a base anew, column by column, `sweeps` times, each column for the errors of all others (src/gptq_sweep.h). It only gains.
 // h: (cols, cols) f32, the damped H itself; base: what twobit_base_quantize_feedback gave, changed in place.
 TWOBIT_API int     twobit_base_sweep(int type, const float * w, int64_t rows, int64_t cols, const float * h, int sweeps, void * base);
 // like twobit_residual_encode

@@ -1,15 +1,6 @@
-// gptq_sweep.cpp: sweeps over a base that has been rounded once (gptq.h), to make up for what it could not know.
-//
-// Error feedback rounds a column for the errors of those before it; those behind it are not there yet. With all of them there, column k
-// of a row w ≈ b is rounded anew: with e = w − b and g = e H, replacing b_k by v changes the loss e H eᵀ by
-//
-//     δ (2 g_k + δ H_kk)      δ = b_k − v
-//
-// which is least for the v nearest b_k + g_k / H_kk. (Coordinate descent; Behdin et al. 2023, arXiv:2309.01885, for uniform grids.)
-// Here the scales are chosen anew, too: of each sub-block all scales and neighbouring mins are run through its columns, and the
-// change is made if it gains. So no sweep makes the loss larger.
+// gptq_sweep.cpp: sweeps (gptq_sweep.h) over Q2_0 and Q2_K, the walk over a matrix's blocks, and the public functions.
 
-#include "gptq.h"
+#include "gptq_sweep.h"
 
 #include "error.h"
 #include "twobit.h"
@@ -20,8 +11,6 @@
 #include <new>
 
 // ---- a change of columns --------------------------------------------------------------------------------------------
-//
-// Of a gptq_block, u holds H above the diagonal and d its diagonal; g: the block's columns of e H.
 
 // How the loss changes when the columns [k, k + N) with values b go to each of the grids, one after the other.
 template <int N>
@@ -72,20 +61,9 @@ struct block_q2_k {
     uint16_t d, dmin;
 };
 
-const float least_gain = 1e-7f; // of the block's own loss: below that a change is noise
-
 } // namespace
 
-// the share of the loss that the block's columns have by themselves, to compare changes with
-GPTQ_INLINE float own_loss(const gptq_block & block, int k, int n, const float * w, const float * b) {
-    float sum = 0;
-    for (int i = k; i < k + n; i++) {
-        sum += (w[i] - b[i]) * (w[i] - b[i]) * block.d[i];
-    }
-    return sum;
-}
-
-GPTQ_CLONES static void sweep_q2_0(const gptq_block * block, const float * w, float * b, float * g, void * data) {
+GPTQ_CLONES static void sweep_q2_0(const gptq_block * block, const void *, const float * w, float * b, float * g, void * data) {
     block_q2_0 & packed = *(block_q2_0 *) data;
     const float d = tb_f16_to_f32(packed.d);
     float scales[GPTQ_LANES];
@@ -95,7 +73,7 @@ GPTQ_CLONES static void sweep_q2_0(const gptq_block * block, const float * w, fl
     gptq_lanes change;
     try_change<64>(*block, 0, b, g, gptq_make_grids(scales, -1, 2), change);
     int lane;
-    if (!(gptq_least(change, lane) < -least_gain * own_loss(*block, 0, 64, w, b))) {
+    if (!(gptq_least(change, lane) < -gptq_least_gain(*block, 0, 64, w, b))) {
         return;
     }
     int q[64];
@@ -128,7 +106,7 @@ GPTQ_INLINE uint8_t & byte_of(uint8_t * qs, int col) {
     return qs[col / 128 * 32 + col % 32];
 }
 
-GPTQ_CLONES static void sweep_q2_k(const gptq_block * block, const float * w, float * b, float * g, void * data) {
+GPTQ_CLONES static void sweep_q2_k(const gptq_block * block, const void *, const float * w, float * b, float * g, void * data) {
     block_q2_k & packed = *(block_q2_k *) data;
     const float d = tb_f16_to_f32(packed.d), dmin = tb_f16_to_f32(packed.dmin);
     float scales[GPTQ_LANES];
@@ -139,7 +117,7 @@ GPTQ_CLONES static void sweep_q2_k(const gptq_block * block, const float * w, fl
     for (int sub = 0; sub < GPTQ_BLOCK / SUB; sub++) {
         const int k = SUB * sub, now = packed.scales[sub] >> 4;
         int   s = 0, m = 0;
-        float best = -least_gain * own_loss(*block, k, SUB, w, b);
+        float best = -gptq_least_gain(*block, k, SUB, w, b);
         bool  gains = false;
         for (int j = std::max(0, now - NEIGHBOURS); j <= std::min(TOP, now + NEIGHBOURS); j++) {
             grids.min = dmin * j;
@@ -178,30 +156,23 @@ GPTQ_CLONES static void read_q2_k(const void * data, float * b) {
 
 // ---- all blocks of some rows ----------------------------------------------------------------------------------------
 
-namespace {
-
-struct sweep_method {
-    int    block_cols;
-    size_t block_bytes;
-    void (*read)(const void * data, float * b);
-    // improves one row's block in place; g is changed on the way
-    void (*sweep)(const gptq_block * block, const float * w, float * b, float * g, void * data);
-};
-
-const sweep_method q2_0 = { 64, sizeof(block_q2_0), read_q2_0, sweep_q2_0 };
-const sweep_method q2_k = { GPTQ_BLOCK, sizeof(block_q2_k), read_q2_k, sweep_q2_k };
-
-const sweep_method * method_of(int type) {
-    return type == GGML_TYPE_Q2_0 ? &q2_0 : type == GGML_TYPE_Q2_K ? &q2_k : nullptr;
+static const gptq_sweep * sweep_of(int type) {
+    static const gptq_sweep q2_0 = { 64, sizeof(block_q2_0), 0, nullptr, read_q2_0, sweep_q2_0 };
+    static const gptq_sweep q2_k = { GPTQ_BLOCK, sizeof(block_q2_k), 0, nullptr, read_q2_k, sweep_q2_k };
+    switch (type) {
+        case GGML_TYPE_Q2_0:   return &q2_0;
+        case GGML_TYPE_Q2_K:   return &q2_k;
+        case GGML_TYPE_IQ2_XS: return gptq_sweep_iq2_xs();
+        default:               return nullptr;
+    }
 }
 
-} // namespace
-
 // rows: at most GPTQ_ROWS
-static void sweep_rows(const sweep_method * method, const float * w, int64_t rows, int64_t cols, const float * h, int sweeps, uint8_t * base) {
+static void sweep_rows(const gptq_sweep * method, const float * w, int64_t rows, int64_t cols, const float * h, int sweeps, uint8_t * base) {
     const int64_t blocks = cols / method->block_cols;
     const size_t  row_bytes = blocks * method->block_bytes;
-    gptq_floats error(GPTQ_ROWS * cols), gradient(GPTQ_ROWS * GPTQ_BLOCK), block_memory(sizeof(gptq_block) / sizeof(float));
+    gptq_floats error(GPTQ_ROWS * cols), gradient(GPTQ_ROWS * GPTQ_BLOCK), block_memory(sizeof(gptq_block) / sizeof(float)),
+        extra(method->extra_bytes / sizeof(float) + 1);
     gptq_block & block = *(gptq_block *) block_memory.data;
     block.n = method->block_cols;
     alignas(64) float b[GPTQ_BLOCK];
@@ -222,6 +193,9 @@ static void sweep_rows(const sweep_method * method, const float * w, int64_t row
             std::copy(row + j + 1, row + block.n, block.u + GPTQ_BLOCK * j + j + 1);
             block.d[j] = row[j];
         }
+        if (method->prepare) {
+            method->prepare(&block, extra.data);
+        }
         std::fill(gradient.data, gradient.data + GPTQ_ROWS * GPTQ_BLOCK, 0.0f);
         gptq_feed_block(error.data, h + k, cols, cols, block.n, rows, gradient.data);
         for (int64_t r = 0; r < rows; r++) {
@@ -230,7 +204,7 @@ static void sweep_rows(const sweep_method * method, const float * w, int64_t row
             for (int j = 0; j < block.n; j++) {
                 b[j] = weights[j] - e[j];
             }
-            method->sweep(&block, weights, b, gradient.data + r * GPTQ_BLOCK, base + r * row_bytes + i * method->block_bytes);
+            method->sweep(&block, extra.data, weights, b, gradient.data + r * GPTQ_BLOCK, base + r * row_bytes + i * method->block_bytes);
             for (int j = 0; j < block.n; j++) {
                 e[j] = weights[j] - b[j];
             }
@@ -239,12 +213,12 @@ static void sweep_rows(const sweep_method * method, const float * w, int64_t row
 }
 
 bool twobit_sweep_supports(int type) {
-    return method_of(type) != nullptr;
+    return sweep_of(type) != nullptr;
 }
 
 int twobit_base_sweep(int type, const float * w, int64_t rows, int64_t cols, const float * h, int sweeps, void * base) {
     const char * what = "sweeps over a base";
-    const sweep_method * method = method_of(type);
+    const gptq_sweep * method = sweep_of(type);
     if (!method) {
         return tb_set_error("%s: no method for ggml type %d", what, type);
     }
