@@ -39,7 +39,9 @@ def test_help_teaches() -> None:
         result = twobit(command, "--help")
         assert result.returncode == 0 and "usage: twobit " + command in result.stdout
     assert "llama-cpp-python 0" in twobit("--version").stdout
-    assert twobit("bench", "decode", "--help").returncode == 0
+    for what in ("decode", "policies"):
+        result = twobit("bench", what, "--help")
+        assert result.returncode == 0 and "example: twobit bench " + what in result.stdout
 
 
 def test_run_in_three_modes(model: Path) -> None:
@@ -78,6 +80,9 @@ def test_run_takes_any_gguf(tiny_gguf: Callable[[str], Path]) -> None:
         (["run", "FILE", "-p", "x", "--rpc", "127.0.0.1:1"], "RPC"),
         (["bench", "decode", "FILE", "--reference", "nowhere.gguf"], "nowhere.gguf: no such file"),
         (["bench", "decode", "FILE", "--prompts", "/dev/null"], "no prompts in it"),
+        (["bench", "decode", "FILE", "--plot", "x.png"], "go with --prompts"),
+        (["bench", "decode", "FILE", "--prompts", "--draft-model", "FILE"], "name one"),
+        (["bench", "policies", "FILE", "--context-text", "/dev/null", "--context", "100"], "100 are wanted"),
         (["bench"], "usage"),
         (["exec"], "no program"),
         (["exec", "--", "llama-nothing"], "llama-nothing: no such program"),
@@ -103,26 +108,6 @@ def test_a_broken_file_is_one_line(model: Path, tmp_path: Path) -> None:
         result = twobit("run", path, "-p", "x")
         assert result.returncode == 2 and path.name in result.stderr and "Traceback" not in result.stderr
         assert sum(line.startswith("twobit run: ") for line in result.stderr.splitlines()) == 1
-
-
-def test_bench_decode(model: Path, tiny_gguf: Callable[[str], Path], tmp_path: Path) -> None:
-    reference = tiny_gguf("llama")
-    result = twobit("bench", "decode", model, "--reference", reference, "--rounds", 2, "-t", 2, "--json")
-    assert result.returncode == 0, result.stderr
-    measured = json.loads(result.stdout)
-    assert {"draft", "verify 1", "verify 32", "reference 1", "reference 32"} <= set(measured["milliseconds"])
-    assert all(value > 0 for value in measured["milliseconds"].values())
-    ratio = measured["milliseconds"]["reference 1"] / measured["milliseconds"]["verify 1"]
-    assert measured["plain_to_reference"] == pytest.approx(ratio)
-
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("in the other\n\nab\n")
-    result = twobit("bench", "decode", model, "--reference", reference, "--prompts", prompts, "-n", 12, "-t", 2, "--temp", 0, "--json")
-    assert result.returncode == 0, result.stderr
-    rows = {row["name"]: row for row in json.loads(result.stdout)["medians"]}
-    assert set(rows) == {"reference", "plain", "comb", "chain", "tree"}
-    assert all(rows[shape]["different_texts"] == 0 for shape in ("comb", "chain", "tree"))
-    assert "plain decoding (verify 1) runs at" in twobit("bench", "decode", model, "--reference", reference, "--rounds", 1, "-t", 2).stdout
 
 
 def test_exec_sets_the_environment_up(model: Path) -> None:

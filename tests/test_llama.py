@@ -17,6 +17,7 @@ import pytest
 
 import twobit_gguf
 from twobit_gguf import Llama, TwobitError, plugin
+from twobit_gguf.speculative import SpeculationOptions
 
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1}
 
@@ -184,6 +185,19 @@ def test_modes(load: Callable[..., Llama], paired_tiny: Callable[[str], Path]) -
         model.mode = "fast"
     with pytest.raises(TwobitError, match="no mode 'fast'"):
         load(paired_tiny("llama"), mode="fast")
+
+
+def test_shapes_in_turn(load: Callable[..., Llama], paired_tiny: Callable[[str], Path]) -> None:
+    model = load(paired_tiny("llama"), mode="full", speculation=SpeculationOptions(shape="tree"))
+    plain = text(model)
+    model.mode = "speculative"
+    for shape in ("comb", "chain", "tree", "comb"):
+        model.speculation = SpeculationOptions(shape=shape, adaptive=False)
+        assert text(model) == plain
+    assert model.speculation_stats.tokens == 48  # the comb's twice: what an engine has seen stays with it
+    small = load(paired_tiny("llama"), speculation=SpeculationOptions(shape="chain"))
+    with pytest.raises(TwobitError, match="17 sequences"):
+        small.speculation = SpeculationOptions(shape="tree")
 
 
 def test_two_models_in_turn(load: Callable[..., Llama], paired_tiny: Callable[[str], Path]) -> None:

@@ -29,7 +29,7 @@ from .speculative import SpeculationOptions, SpeculationStats, Speculator
 
 Mode = Literal["speculative", "full", "draft"]
 
-_GENERATE = inspect.signature(llama_cpp.Llama.generate)
+_STOPPING = list(inspect.signature(llama_cpp.Llama.generate).parameters).index("stopping_criteria") - 2  # behind self and tokens
 
 
 class Llama(llama_cpp.Llama):
@@ -74,6 +74,7 @@ class Llama(llama_cpp.Llama):
     ) -> None:
         self._speculator: Speculator | None = None
         self._speculation = speculation or SpeculationOptions()
+        self._resting: dict[SpeculationOptions, Speculator] = {}
         self._pieces: dict[int, bytes] = {}
         self._twobit_kwargs = {
             "mode": mode, "device": device, "residual_path": residual_path, "speculation": speculation, "populate": populate,
@@ -160,9 +161,31 @@ class Llama(llama_cpp.Llama):
     def mode(self, mode: Mode) -> None:
         _check_mode(mode)
         self._settle()
-        if mode != self._mode:
+        if mode != self._mode and "draft" in (mode, self._mode):
             self.reset()  # cells of the draft must not serve the verifier, nor the other way round
         self._mode = mode
+
+    @property
+    def speculation(self) -> SpeculationOptions:
+        """Shape and limits of speculative mode; may be set between calls. Statistics and what was learnt are kept for each apart.
+
+        Raises:
+            TwobitError: the shape needs more sequences than the model was loaded for; load it with the tree for all three.
+        """
+        return self._speculation
+
+    @speculation.setter
+    def speculation(self, options: SpeculationOptions) -> None:
+        self._settle()
+        if self._can_speculate and options.n_seq > self.context_params.n_seq_max:
+            raise TwobitError(
+                f"a {options.shape} takes {options.n_seq} sequences, the context was made for {self.context_params.n_seq_max}: "
+                "load the model with speculation=SpeculationOptions(shape=\"tree\")"
+            )
+        if self._speculator is not None:
+            self._resting[self._speculation] = self._speculator
+        self._speculation = options
+        self._speculator = self._resting.pop(options, None)
 
     @property
     def speculation_stats(self) -> SpeculationStats:
@@ -267,7 +290,7 @@ class Llama(llama_cpp.Llama):
             return
         self._engine().stats.tokens += 1
         yield first  # what is sent in would be a draft in llama_cpp.Llama; we have our own
-        stopping = _GENERATE.bind(self, tokens, *args, **kwargs).arguments.get("stopping_criteria")
+        stopping = args[_STOPPING] if len(args) > _STOPPING else kwargs.get("stopping_criteria")
         yield from self._speculate(first, stopping)
 
     def _speculate(self, token: int, stopping: Any) -> Generator[int, Sequence[int] | None, None]:

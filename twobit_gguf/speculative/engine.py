@@ -141,6 +141,8 @@ class Speculator:
         self.stats.seconds["verify"] += verified - drafted
         self.stats.draft_passes += len(self._base.pass_seconds)
         self.stats.verifications += 1
+        width = len(roots) + len(tree)
+        self.stats.widths[width] = self.stats.widths.get(width, 0) + 1
         self.stats.drafted += len(tree)
         self.stats.plain_steps += not step.speculative
         return step

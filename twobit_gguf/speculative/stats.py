@@ -18,6 +18,7 @@ class SpeculationStats:
     plain_steps: int = 0  # verifications without a draft, because drafting did not pay
     draft_passes: int = 0
     tokens: int = 0  # tokens generated
+    widths: dict[int, int] = field(default_factory=dict)  # verifications by the number of their tokens
     seconds: dict[str, float] = field(default_factory=lambda: {"draft": 0.0, "verify": 0.0, "sample": 0.0, "measure": 0.0})
 
     @property
