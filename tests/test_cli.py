@@ -10,13 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import free_port, wait_for_port
 
 TIMEOUT = 300
 
@@ -205,67 +203,3 @@ def test_interrupt_stops_the_answer_and_not_the_program(paired_smollm2: Path, tm
     terminal.wait_for("> ")
     terminal.send("/exit\r")
     assert terminal.end() == 0
-
-
-# ---- server ----
-
-
-@pytest.fixture(scope="module")
-def server(paired_smollm2: Path) -> Iterator[str]:
-    for module in ("uvicorn", "fastapi", "sse_starlette", "starlette_context", "pydantic_settings"):
-        pytest.importorskip(module)
-    port = free_port()
-    command = [sys.executable, "-m", "twobit_gguf.cli", "serve", str(paired_smollm2), "--port", str(port), "-c", "2048"]
-    process = subprocess.Popen([*command, "--api-key", "secret", "--name", "tiny"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_for_port(port, process)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.terminate()
-        assert process.wait(30) in (0, -signal.SIGTERM)
-
-
-PROMPT = "The capital of France is"
-PLAIN = {"temperature": 0, "extra_body": {"repeat_penalty": 1.0}}
-
-
-def test_openai_client(server: str, paired_smollm2: Path) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=server, api_key="secret", timeout=120, max_retries=0)
-    assert [entry.id for entry in client.models.list()] == ["tiny"]
-    expected = json.loads(twobit("run", paired_smollm2, "-p", PROMPT, "-n", 12, "--mode", "full", "--json").stdout)["text"]
-    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, **PLAIN)
-    assert answer.choices[0].text == expected and answer.usage.completion_tokens == 12
-    streamed = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, stream=True, **PLAIN)
-    assert "".join(chunk.choices[0].text for chunk in streamed) == expected
-
-    messages = [{"role": "user", "content": "Say hello."}]
-    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, **PLAIN).choices[0].message.content
-    chunks = client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, stream=True, **PLAIN)
-    assert whole and "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=server, api_key="wrong", max_retries=0).completions.create(model="tiny", prompt=PROMPT)
-
-
-def test_requests_wait_for_their_turn(server: str) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=server, api_key="secret", timeout=120, max_retries=0)
-
-    def ask(prompt: str) -> str:
-        return client.completions.create(model="tiny", prompt=prompt, max_tokens=8, **PLAIN).choices[0].text
-
-    prompts = [PROMPT, "Once upon a time", "def main():"]
-    alone = [ask(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        assert list(pool.map(ask, prompts)) == alone
-
-
-def test_a_client_that_hangs_up_frees_the_server(server: str) -> None:
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=server, api_key="secret", timeout=120, max_retries=0)
-    stream = client.completions.create(model="tiny", prompt="Once upon a time", max_tokens=1900, stream=True, temperature=1.5)
-    next(iter(stream))
-    stream.close()
-    begin = time.monotonic()
-    assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, **PLAIN).usage.completion_tokens == 2
-    assert time.monotonic() - begin < 12  # 1900 tokens would take longer

@@ -51,8 +51,8 @@ def speculation(args: argparse.Namespace) -> SpeculationOptions:
     )
 
 
-def load(args: argparse.Namespace, **more: Any) -> Llama:
-    """The model of add_model and add_speculation.
+def load(args: argparse.Namespace, kind: type[Llama] | None = None, **more: Any) -> Llama:
+    """The model of add_model and add_speculation, as a `kind` (a Llama).
 
     Raises:
         TwobitError, ValueError, MemoryError: it is refused; one line.
@@ -68,7 +68,7 @@ def load(args: argparse.Namespace, **more: Any) -> Llama:
         "device": args.device, "rpc_servers": args.rpc, "residual_path": args.residual, "populate": args.populate,
         "mlock_residual": args.mlock, "verify_checksums": not args.no_verify, "verbose": args.verbose,
     }  # fmt: skip
-    return Llama(str(args.file), **options, **more)
+    return (kind or Llama)(str(args.file), **options, **more)
 
 
 def positive(text: str) -> int:

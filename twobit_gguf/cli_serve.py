@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from . import cli_options
 from .errors import TwobitError
@@ -16,9 +15,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns when the server is stopped (Ctrl-C, SIGTERM)."""
     parser = argparse.ArgumentParser(
         prog="twobit serve",
-        description="Serves /v1/completions, /v1/chat/completions (streaming too), /v1/models. Requests are answered one after the other; "
-        "a client that hangs up ends its stream. Needs pip install 'twobit-gguf[server]'.",
-        epilog="The key may also come from the environment: TWOBIT_API_KEY.",
+        description="Serves /v1/completions, /v1/chat/completions (streaming too), /v1/models. Requests are answered one after the other, "
+        "the others wait; a client that hangs up ends its text. Needs pip install 'twobit-gguf[server]'.",
+        epilog="The key may also come from the environment: TWOBIT_API_KEY. example: twobit serve out.gguf --port 8000, then "
+        "curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{\"prompt\": \"Once upon a time\"}'",
     )
     cli_options.add_model(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
@@ -33,27 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--port must be 1 to 65535")
     try:
         import uvicorn
-        from llama_cpp.server import app as server
-        from llama_cpp.server.settings import ModelSettings, ServerSettings
+
+        from .server import Served, make_app
     except ImportError as error:
         raise TwobitError(f"the server is not installed ({error.name} is missing): pip install 'twobit-gguf[server]'") from None
 
     model = cli_options.load(
-        args, speculation=cli_options.speculation(args), chat_format=args.chat_format, logits_all=args.logprobs
+        args, Served, speculation=cli_options.speculation(args), chat_format=args.chat_format, logits_all=args.logprobs
     )
-
-    class Proxy(server.LlamaProxy):
-        """Hands out the one model that is loaded already."""
-
-        @staticmethod
-        def load_llama_from_model_settings(settings: Any) -> Any:
-            return model
-
-    server.LlamaProxy = Proxy  # type: ignore[misc]
-    app = server.create_app(
-        server_settings=ServerSettings(host=args.host, port=args.port, api_key=args.api_key, interrupt_requests=False),
-        model_settings=[ModelSettings(model=str(args.file), model_alias=args.name or args.file.stem)],
-    )
+    app = make_app(model, args.name or args.file.stem, host=args.host, port=args.port, api_key=args.api_key)
     print(f"twobit serve: {args.file.name} at http://{args.host}:{args.port}/v1", file=sys.stderr, flush=True)
     uvicorn.run(app, host=args.host, port=args.port, log_level="info" if args.verbose else "warning")
     return 0
