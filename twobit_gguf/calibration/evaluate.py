@@ -172,15 +172,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
                         help="what to measure (default: %(default)s); -weights needs disk space for an f16 copy")  # fmt: skip
     parser.add_argument("--acceptance", nargs="+", choices=acceptance.SHAPES, default=[], help="also measure tokens per verification")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="for --acceptance (default: greedy)")
-    parser.add_argument("--prompts", type=int, default=len(acceptance.PROMPTS), help="for --acceptance (default: all %(default)s)")
+    parser.add_argument("--prompts", type=int, default=acceptance.N_PROMPTS, help="for --acceptance (default: all %(default)s)")
     parser.add_argument("--acceptance-tokens", type=int, default=96, help="generated behind each prompt (default: %(default)s)")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--tmp", type=Path, metavar="FOLDER", help="for temporary files (default: beside FILE)")
     parser.add_argument("--plot", type=Path, metavar="IMAGE", help="write a plot of KLD against bits in RAM")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    if args.sequences < 1 or not 1 <= args.prompts <= len(acceptance.PROMPTS) or args.acceptance_tokens < 1:
-        parser.error("--sequences, --prompts and --acceptance-tokens must be at least 1, prompts at most " + str(len(acceptance.PROMPTS)))
+    if args.sequences < 1 or not 1 <= args.prompts <= acceptance.N_PROMPTS or args.acceptance_tokens < 1:
+        parser.error("--sequences, --prompts and --acceptance-tokens must be at least 1, prompts at most " + str(acceptance.N_PROMPTS))
     return args
 
 
