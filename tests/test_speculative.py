@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
-import mamba_model
 import numpy as np
 import pytest
-from conftest import convert
 
 from twobit_gguf import Llama, SpeculationOptions, TwobitError, bench_overhead, plugin
 from twobit_gguf.speculative.acceptance import Acceptance
@@ -163,20 +161,6 @@ def test_greedy_on_smollm2(shape: str, smollm2_texts: tuple[Path, list[str], lis
         assert stats.drafted > len(prompts) * len(texts[0]) and stats.plain_steps < stats.verifications
     finally:
         model.close()
-
-
-def test_a_recurrent_model_decodes_plainly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = convert(mamba_model.write(tmp_path / "mamba.gguf"), tmp_path / "paired.gguf")
-    full, speculative, again = load_model(path, mode="full"), load_model(path), load_model(path)
-    try:
-        assert capfd.readouterr().err.count("cannot go back") == 1  # said once
-        assert full.paired is not None and len(full.paired.pairs) >= 5
-        assert greedy(speculative, "in the", 40) == greedy(full, "in the", 40)
-        assert greedy(again, "Once", 40) == greedy(full, "Once", 40)
-        assert speculative.speculation_stats.verifications == 0
-    finally:
-        for model in (full, speculative, again):
-            model.close()
 
 
 def test_prompt_lookup_follows_repetition(tiny: Callable[..., Llama]) -> None:

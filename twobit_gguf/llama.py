@@ -81,7 +81,7 @@ class Llama(llama_cpp.Llama):
             "mlock_residual": mlock_residual, "verify_checksums": verify_checksums, "rpc_servers": rpc_servers,
         }  # fmt: skip
         self._devices: Any = None  # the NULL-terminated list that model_params points to
-        self._can_speculate = False
+        self._can_speculate = self._recurrent = False
         self.paired: PairedFile | None = None
         self._mode: Mode = mode
         _check_mode(mode)
@@ -141,13 +141,12 @@ class Llama(llama_cpp.Llama):
         self._loaded_model = model
         if self.paired is None or self.context_params.embeddings:
             return
-        if llama_c.llama_model_is_recurrent(model.model) or llama_c.llama_model_is_hybrid(model.model):
-            if self._mode == "speculative":
-                _say_once(f"{self.model_path}: this architecture's memory cannot go back, so it decodes plainly, in full quality")
-            return
         self._can_speculate = True
+        self._recurrent = bool(llama_c.llama_model_is_recurrent(model.model) or llama_c.llama_model_is_hybrid(model.model))
+        if self._recurrent and self._mode == "speculative" and self._speculation.shape != "chain":
+            _say_once(f"{self.model_path}: this architecture's memory goes back to copies only: drafts are chains")
         self.context_params.kv_unified = True
-        self.context_params.n_seq_max = self._speculation.n_seq
+        self.context_params.n_seq_max = 2 if self._recurrent else self._speculation.n_seq
         self.context_params.swa_full = True  # a window that forgets could not be rolled back
 
     # ---- modes ----
@@ -177,7 +176,7 @@ class Llama(llama_cpp.Llama):
     @speculation.setter
     def speculation(self, options: SpeculationOptions) -> None:
         self._settle()
-        if self._can_speculate and options.n_seq > self.context_params.n_seq_max:
+        if self._can_speculate and not self._recurrent and options.n_seq > self.context_params.n_seq_max:
             raise TwobitError(
                 f"a {options.shape} takes {options.n_seq} sequences, the context was made for {self.context_params.n_seq_max}: "
                 "load the model with speculation=SpeculationOptions(shape=\"tree\")"
@@ -317,10 +316,10 @@ class Llama(llama_cpp.Llama):
                     if not engine.sampled(step, token):
                         break
                     self._append(token)
-                off_trunk = engine.settle()
-                self.n_tokens -= len(off_trunk)
+                again = engine.settle()
+                self.n_tokens = engine.n_settled
                 self._requires_eval = True
-                roots = [*off_trunk, token]
+                roots = [*again, token]
         finally:
             self._settle()
 
@@ -332,16 +331,20 @@ class Llama(llama_cpp.Llama):
         """Brings cells and counts back to what llama_cpp.Llama expects: n_tokens positions in sequence 0, no other sequences."""
         if self._speculator is None or self._ctx.ctx is None:
             return
-        off_trunk: list[int] = []
+        again: list[int] = []
         if self._speculator.is_open:
-            off_trunk = self._speculator.settle()
-            self.n_tokens -= len(off_trunk)
-            self._speculator.trim(self.n_tokens)  # an interrupt may have come between decoding and counting
+            again = self._speculator.settle()
+            n_settled = self._speculator.n_settled
+            again = again[: max(self.n_tokens - n_settled, 0)]  # an interrupt may have come between decoding and counting
+            self.n_tokens = min(self.n_tokens, n_settled)
             # the rows of a tree are not those of a text: an exact prompt match must not sample from them
             self._requires_eval = True
+            if not self._speculator.trim(self.n_tokens):
+                self._ctx.kv_cache_clear()
+                self.n_tokens = 0
         self._speculator.unmirror()
-        if off_trunk:
-            self.eval(off_trunk)
+        if again:
+            self.eval(again)
 
     def _engine(self) -> Speculator:
         if self._speculator is None:
@@ -355,6 +358,7 @@ class Llama(llama_cpp.Llama):
                 is_end=lambda token: bool(llama_c.llama_vocab_is_eog(vocab, token)),
                 history=lambda: self.input_ids,
                 costs_key=self._costs_key(),
+                recurrent=self._recurrent,
             )
         return self._speculator
 

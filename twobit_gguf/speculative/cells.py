@@ -79,6 +79,8 @@ class Cells:
         n_vocab: length of a row of logits.
     """
 
+    goes_back = True  # to any position; see states.py
+
     def __init__(self, ctx: llama_cpp.llama_context_p, n_seq: int, n_vocab: int) -> None:
         self.ctx = ctx
         self.n_seq = n_seq
@@ -117,6 +119,9 @@ class Cells:
         return ctypes.addressof(pointer.contents)
 
     # ---- sequences ----
+
+    def mark(self, n_past: int) -> None:
+        """Sequence 0, which ends at n_past, will have to go back there: nothing to do where it can go anywhere."""
 
     def remove(self, seq: int, begin: int) -> None:
         """Removes the positions from `begin` on from one sequence."""

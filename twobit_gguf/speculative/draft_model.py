@@ -36,7 +36,14 @@ class TwobitDraftModel(LlamaDraftModel):
         self.stats = SpeculationStats()
 
     def bind(self, llama: llama_cpp.Llama) -> None:
-        """Names the model whose base drafts: a paired file, loaded with this object as its draft_model."""
+        """Names the model whose base drafts: a paired file, loaded with this object as its draft_model.
+
+        Raises:
+            TwobitError: its memory is recurrent; llama_cpp.Llama drops rejected tokens, which such a memory cannot.
+        """
+        model = llama._model.model
+        if llama_c.llama_model_is_recurrent(model) or llama_c.llama_model_is_hybrid(model):
+            raise TwobitError("TwobitDraftModel: this architecture's memory cannot drop rejected tokens; twobit_gguf.Llama can use it")
         self._llama = llama
         vocab = llama._model.vocab
         self._draft = BaseDraft(

@@ -5,7 +5,7 @@ with its own sampler chain and follows the child that equals the sample (SpecExe
 decoding, whatever the chain.
 
 Cells stay in the order of their positions. The trunk's are the ones plain decoding would have made; a token accepted off the trunk
-is decoded again as one of the next step's roots.
+is decoded again as one of the next step's roots. So is all of a step that a recurrent memory cannot keep a part of (states.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import llama_cpp.llama_cpp as llama_cpp
@@ -23,11 +23,12 @@ import numpy.typing as npt
 from .. import plugin
 from . import costs as costs_
 from .acceptance import Acceptance
-from .cells import Batch, Cells
+from .cells import Batch, Cells, DecodeError
 from .costs import KNOTS, Costs, Rate
 from .lookup import PromptLookup
 from .options import MAX_WIDTH, SpeculationOptions
 from .shapes import BaseDraft
+from .states import StateCells
 from .stats import SpeculationStats
 from .tree import ROOT, DraftTree
 from .worth import FixedWorth, MeasuredWorth, Worth
@@ -47,7 +48,7 @@ class Step:
     """A verified tree whose samples are still to be drawn."""
 
     n_past: int
-    n_roots: int
+    roots: list[int]
     tree: DraftTree
     acceptance: Acceptance
     trunk: list[int]
@@ -68,14 +69,18 @@ class Step:
     @property
     def row(self) -> int:
         """Its row in the verifier's batch."""
-        return self.rows[self.node] if self.node != ROOT else self.n_roots - 1
+        return self.rows[self.node] if self.node != ROOT else len(self.roots) - 1
+
+
+_MOST_ROOTS = 6  # tokens that a recurrent memory has to decode again: with more a step drafts nothing, and so keeps them
 
 
 class Speculator:
-    """Speculation on one llama_context that has `options.n_seq` sequences in a unified cache.
+    """Speculation on one llama_context that has `options.n_seq` sequences in a unified cache; two if its memory is recurrent.
 
     Args:
         ctx: the context; its sequence 0 holds the text.
+        recurrent: the memory is a state, all or in part; every shape is then a chain.
         n_vocab, n_ctx: of the context.
         options: shape and limits.
         is_end: whether a token ends generation, so that nothing is drafted behind it.
@@ -94,11 +99,14 @@ class Speculator:
         is_end: Callable[[int], bool],
         history: Callable[[], npt.NDArray[np.intc]],
         costs_key: str,
+        recurrent: bool = False,
     ) -> None:
+        if recurrent:
+            options = replace(options, shape="chain")
         self.options = options
         self.stats = SpeculationStats()
         self.costs: Costs | None = None
-        self._cells = Cells(ctx, options.n_seq, n_vocab)
+        self._cells = StateCells(ctx, n_vocab) if recurrent else Cells(ctx, options.n_seq, n_vocab)
         self._n_ctx = n_ctx
         self._widest = min(MAX_WIDTH, n_batch)
         self._batch = Batch(self._widest, options.n_seq)
@@ -107,6 +115,7 @@ class Speculator:
         self._base = BaseDraft(self._cells, Acceptance(), options, is_end)
         self._lookup = PromptLookup(options.lookup, history) if options.lookup else None
         self._step: Step | None = None
+        self.n_settled = 0  # positions of sequence 0 after the last settle()
 
     # ---- a step ----
 
@@ -118,12 +127,16 @@ class Speculator:
         """
         self.settle()
         if self.options.adaptive and self.costs is None:
+            self._cells.mark(n_past)
             self._measure(roots, n_past)
         begin = time.perf_counter()
         room = min(self._widest, self._n_ctx - n_past) - len(roots)
         self._base.pass_seconds.clear()
         tree, acceptance = DraftTree(), self._base.acceptance
+        if not self._cells.goes_back and len(roots) > _MOST_ROOTS:
+            room = 0
         if room > 0 and (not self.options.adaptive or self._rate.should_speculate()):
+            self._cells.mark(n_past)
             tree, acceptance = self._draft(roots, n_past, room)
         drafted = time.perf_counter()
         step = self._verify(tree, acceptance, roots, n_past)
@@ -162,7 +175,11 @@ class Speculator:
         return True
 
     def settle(self) -> list[int]:
-        """Ends the open step: sequence 0 keeps the accepted part of the trunk. Returns the accepted tokens that are not in it."""
+        """Ends the open step: sequence 0 keeps the accepted part of the trunk, or nothing of the step if it could not keep just that.
+
+        Returns:
+            The tokens from n_settled on that belong to the text and are not in sequence 0.
+        """
         step, self._step = self._step, None
         if step is None:
             return []
@@ -170,21 +187,31 @@ class Speculator:
         on_trunk = 0
         while on_trunk < len(step.path) and on_trunk < len(step.trunk) and step.path[on_trunk] == step.trunk[on_trunk]:
             on_trunk += 1
-        self._cells.remove(0, step.n_past + step.n_roots + on_trunk)
+        accepted = [step.tree.tokens[node] for node in step.path]
+        if self._cells.goes_back or on_trunk == len(step.tree):
+            self.n_settled, again = step.n_past + len(step.roots) + on_trunk, accepted[on_trunk:]
+        else:
+            self.n_settled, again = step.n_past, [*step.roots, *accepted]
+        self._cells.remove(0, self.n_settled)
         for seq in range(1, step.n_sequences):
             self._cells.remove(seq, step.n_past)
+        self._cells.check(self.n_settled)
         if self.costs is not None and step.speculative and step.over:
             self._rate.saw_step(step.n_sampled, step.seconds, 1 / self.costs.verify(1))
-        return [step.tree.tokens[node] for node in step.path[on_trunk:]]
+        return again
 
     @property
     def is_open(self) -> bool:
         """Whether a step is waiting for samples; settle() ends it."""
         return self._step is not None
 
-    def trim(self, n_past: int) -> None:
-        """Removes all positions of sequence 0 from n_past on."""
-        self._cells.remove(0, n_past)
+    def trim(self, n_past: int) -> bool:
+        """Removes all positions of sequence 0 from n_past on; False if it cannot."""
+        try:
+            self._cells.remove(0, n_past)
+        except DecodeError:
+            return False
+        return True
 
     def unmirror(self) -> None:
         """Leaves sequence 0 alone, as everyone else who uses the context expects it."""
@@ -192,7 +219,7 @@ class Speculator:
 
     @property
     def n_past(self) -> int:
-        """Positions that sequence 0 really has: for checks."""
+        """Positions that sequence 0 has by llama.cpp's count: for checks."""
         return self._cells.end()
 
     def logits(self, step: Step) -> npt.NDArray[np.float32]:
@@ -231,7 +258,7 @@ class Speculator:
         on_trunk = set(trunk)  # its cells come first, so that they leave no gap when the others are gone
         for node in (*trunk, *(node for node in range(len(tree)) if node not in on_trunk)):
             rows[node] = self._batch.add(tree.tokens[node], first + tree.depths[node], sequences[node])
-        step = Step(n_past, len(roots), tree, acceptance, trunk, n_sequences, rows)
+        step = Step(n_past, list(roots), tree, acceptance, trunk, n_sequences, rows)
         self._step = step
         try:
             with plugin.mode("full"):
