@@ -138,8 +138,8 @@ struct product {
 
 void quantize(ggml_tensor *, int ith, int nth, void * user) {
     product * p = (product *) user;
-    const int64_t groups = p->acts.cols / TB_GROUP;
-    p->kernels->quantize(&p->acts, p->x.data(), groups * ith / nth, groups * (ith + 1) / nth);
+    const int64_t blocks = tb_n_blocks(p->acts.cols);
+    p->kernels->quantize(&p->acts, p->x.data(), blocks * ith / nth, blocks * (ith + 1) / nth);
 }
 
 void multiply(ggml_tensor * dst, int ith, int nth, void * user) {

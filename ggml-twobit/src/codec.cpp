@@ -185,7 +185,7 @@ int twobit_residual_mul(int bits, float factor, const void * src, int64_t rows, 
         const struct tb_matrix m = { (const uint8_t *) src, rows, cols, bits, factor };
         struct tb_acts acts;
         tb_acts_init(&acts, scratch, n_tokens, cols);
-        kernels->quantize(&acts, x_rows, 0, cols / TB_GROUP);
+        kernels->quantize(&acts, x_rows, 0, tb_n_blocks(cols));
         kernels->mul_add(&m, &acts, y_rows, 0, tb_n_tiles(rows));
     } else {
         result = tb_set_error("no memory to multiply %lld tokens", (long long) n_tokens);

@@ -63,14 +63,14 @@ static void route(ggml_tensor *, int ith, int, void * userdata) {
 
 static void quantise(ggml_tensor *, int ith, int nth, void * userdata) {
     const tb_input & in = *(const tb_input *) userdata;
-    const int64_t n_groups = in.x->ne[0]/TB_GROUP;
-    const int64_t g0 = n_groups*ith/nth;
-    const int64_t g1 = n_groups*(ith + 1)/nth;
-    if (g0 == g1) {
+    const int64_t n_blocks = tb_n_blocks(in.x->ne[0]);
+    const int64_t b0 = n_blocks*ith/nth;
+    const int64_t b1 = n_blocks*(ith + 1)/nth;
+    if (b0 == b1) {
         return;
     }
     for (const tb_input::batch & batch : in.batches) {
-        tb_kernels_best()->quantize(&batch.acts, in.x_rows.data() + batch.first, g0, g1);
+        tb_kernels_best()->quantize(&batch.acts, in.x_rows.data() + batch.first, b0, b1);
     }
 }
 

@@ -11,21 +11,34 @@
 namespace {
 
 struct avx2 : tb_x86_256 {
-    static const int STEPS = 2;
-    static const bool UNROLLED = false;
+    static const int SCALED_FROM = TB_TOKENS + 1; // never
     static const bool SIGNED8 = true;
 
-    template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x, int stride) {
-        static_assert(N == 2, "two steps at a time");
+    // as many as 16 bits hold the sums of, but for 8-bit codes
+    static constexpr int steps(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
+
+    template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x) {
         const I ones = _mm256_set1_epi16(1);
-        const I x0 = _mm256_set1_epi32(x[0]), x1 = _mm256_set1_epi32(x[stride]);
         if (BITS == 8) {
-            const I a = _mm256_maddubs_epi16(_mm256_abs_epi8(w[0]), _mm256_sign_epi8(x0, w[0]));
-            const I b = _mm256_maddubs_epi16(_mm256_abs_epi8(w[1]), _mm256_sign_epi8(x1, w[1]));
-            return _mm256_add_epi32(sums, _mm256_add_epi32(_mm256_madd_epi16(ones, a), _mm256_madd_epi16(ones, b)));
+            return _mm256_add_epi32(sums, _mm256_madd_epi16(ones, _mm256_maddubs_epi16(_mm256_abs_epi8(w[0]), _mm256_sign_epi8(set(x[0]), w[0]))));
         }
-        const I pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w[0], x0), _mm256_maddubs_epi16(w[1], x1));
-        return _mm256_add_epi32(sums, _mm256_madd_epi16(ones, pairs));
+        return _mm256_add_epi32(sums, _mm256_madd_epi16(ones, pairs<N>(w, x)));
+    }
+
+    static inline I dot_halves(const I * w, const int32_t * x, I scales) {
+        const I both0 = _mm256_set1_epi32(0x01000100), both1 = _mm256_set1_epi32(0x03020302);
+        const I rows = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+        const I a = _mm256_madd_epi16(pairs<4>(w, x), _mm256_shuffle_epi8(scales, _mm256_add_epi8(both0, rows)));
+        const I b = _mm256_madd_epi16(pairs<4>(w + 4, x + 4), _mm256_shuffle_epi8(scales, _mm256_add_epi8(both1, rows)));
+        return _mm256_add_epi32(a, _mm256_srai_epi32(b, 2));
+    }
+
+    template <int N> static inline I pairs(const I * w, const int32_t * x) {
+        I sums = _mm256_maddubs_epi16(w[0], set(x[0]));
+        for (int i = 1; i < N; i++) {
+            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w[i], set(x[i])));
+        }
+        return sums;
     }
 };
 

@@ -1,6 +1,6 @@
 // avx512vnni.cpp: a register holds 16 rows × 4 columns, just what one vpdpbusd takes (u8 codes, s8 activations).
 //
-// 2 row tiles × 8 tokens = 16 sums stay in registers. More tokens pass over the block again while it is in L1.
+// The codes of 32 rows × 32 columns take 16 of the 32 registers.
 
 #if defined(__x86_64__)
 
@@ -15,60 +15,56 @@ namespace {
 
 struct avx512vnni : tb_x86 {
     using I = __m512i;
-    static const int LANES = 16, PARTS = 2, TOKENS = 8, STEPS = 1;
-    static const bool UNROLLED = true;
+    using F = __m512;
+    static const int LANES = 16, PARTS = 2, TOKENS = 1;
     static const bool SIGNED8 = false;
+    static constexpr int steps(int) { return 1; }
 
-    static inline I load(const uint8_t * p) { return _mm512_loadu_si512(p); }
+    static inline I load(const uint8_t * p) {
+        I v = _mm512_loadu_si512(p);
+        __asm__ volatile("" : "+v"(v)); // keeps it in a register: compilers load anew for each use, which is slower
+        return v;
+    }
     template <int N> static inline I shr(I v) { return _mm512_srli_epi16(v, N); }
     static inline I mask(I v, int bits) { return _mm512_and_si512(v, _mm512_set1_epi8((char) bits)); }
     static inline I or_masked(I a, I v, int bits) { return _mm512_ternarylogic_epi32(a, v, _mm512_set1_epi8((char) bits), 0xf8); }
     static inline I flip(I v) { return v; }
-    static inline void pin(I & v) { __asm__("" : "+v"(v)); }
     static inline I set(int32_t i) { return _mm512_set1_epi32(i); }
-
-    static inline I multiples(I scales) { return _mm512_mullo_epi32(_mm512_and_si512(scales, set(15)), set(0x03020100)); }
-    static inline I row_index() { return _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)); }
-    static inline I lookup(I table, I index) { return _mm512_shuffle_epi8(table, index); }
-    template <int N> static inline I shr32(I v) { return _mm512_srli_epi32(v, N); }
     template <int N> static inline I shl32(I v) { return _mm512_slli_epi32(v, N); }
-    static inline I mask32(I v, int bits) { return _mm512_and_si512(v, set(bits)); }
-    static inline I mul_add32(I sums, I a, I b) { return _mm512_add_epi32(sums, _mm512_mullo_epi32(a, b)); }
-    static inline I dot16(I sums, I m, int32_t x) { return _mm512_dpwssd_epi32(sums, m, set(x)); }
 
-    template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x, int) {
+    template <int N, int BITS> static inline I dot(I sums, const I * w, const int32_t * x) {
         static_assert(N == 1, "one step at a time");
         return _mm512_dpbusd_epi32(sums, w[0], _mm512_set1_epi32(x[0]));
     }
 
-    static inline void scale_rows(const uint8_t * block, float * ws) {
-        for (int row = 0; row < TB_TILE_ROWS; row += LANES) {
-            const __m512 super = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) (block + TB_SUPER_OFFSET + 2 * row)));
-            for (int g = 0; g < 4; g++) {
-                const __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) (block + TB_TILE_ROWS * g + row)));
-                _mm512_store_ps(ws + TB_TILE_ROWS * g + row, _mm512_mul_ps(super, _mm512_cvtepi32_ps(code)));
-            }
+    static inline F set(float f) { return _mm512_set1_ps(f); }
+    static inline F convert(I v) { return _mm512_cvtepi32_ps(v); }
+    static inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static inline F load_f(const float * p) { return _mm512_loadu_ps(p); }
+    static inline void store_f(float * p, F f) { _mm512_storeu_ps(p, f); }
+    static inline F from_f16(const uint8_t * p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) p)); }
+    static inline F from_i8(const uint8_t * p) { return convert(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p))); }
+
+    static const int SCALED_FROM = 4;
+    template <int N> static inline I shr32(I v) { return _mm512_srli_epi32(v, N); }
+    static inline I mask32(I v, int bits) { return _mm512_and_si512(v, set(bits)); }
+    static inline I multiples(I scales) { return _mm512_mullo_epi32(_mm512_and_si512(scales, set(15)), set(0x03020100)); }
+    static inline I transpose(I v) {
+        return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+    }
+    static inline I row_index(int n) { return _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x01010101 << n, 0x02020202 << n, 0x03030303 << n)); }
+    static inline I lookup(I table, I index) { return _mm512_shuffle_epi8(table, index); }
+    static inline I dot16(I sums, I m, int32_t x) { return _mm512_dpwssd_epi32(sums, m, set(x)); }
+
+    static inline I dot_halves(const I * w, const int32_t * x, I scales) {
+        I a = set(0), b = set(0); // b / 4 · 2^16 leaves a pair of int16 with a
+        for (int i = 0; i < 4; i++) {
+            a = _mm512_dpbusd_epi32(a, w[i], set(x[i]));
+            b = _mm512_dpbusd_epi32(b, w[4 + i], set(x[4 + i]));
         }
-    }
-
-    static inline void accumulate(float * y, I sums, float s, const float * ws) {
-        const __m512 c = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(s));
-        _mm512_store_ps(y, _mm512_fmadd_ps(c, _mm512_load_ps(ws), _mm512_load_ps(y)));
-    }
-
-    static inline void subtract(float * y, I sums, float s, const float * ws) {
-        const __m512 c = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(s));
-        _mm512_store_ps(y, _mm512_fnmadd_ps(c, _mm512_load_ps(ws), _mm512_load_ps(y)));
-    }
-
-    static inline void from_f16(const uint8_t * src, int n, float * ws) {
-        for (int i = 0; i < n; i += LANES) {
-            _mm512_store_ps(ws + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) (src + 2 * i))));
-        }
-    }
-
-    static inline void add(float * out, float factor, const float * y) {
-        _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_set1_ps(factor), _mm512_load_ps(y), _mm512_loadu_ps(out)));
+        const I pairs = _mm512_ternarylogic_epi32(shl32<14>(b), a, set(0xffff), 0xf8);
+        return _mm512_dpwssd_epi32(set(0), pairs, scales);
     }
 };
 

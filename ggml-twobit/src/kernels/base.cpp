@@ -32,25 +32,30 @@ int64_t tb_base_nbytes(int type, int64_t rows, int64_t cols) {
     return -1;
 }
 
-// puts the code of row, column (of a group) to its place among the group's codes, which are zero before
-static void put(uint8_t * codes, int row, int col, unsigned code) {
-    const int step = col / 4, unit = step / 4, tile = row / 16;
-    codes[(2 * unit + tile) * 64 + row % 16 * 4 + col % 4] |= code << (2 * (step % 4));
-}
-
 static void put_half(uint8_t * halves, int row, uint16_t half) {
     memcpy(halves + 2 * row, &half, sizeof(half));
 }
 
+// A code of the row to byte `at` of the step's vector, bits `shift` and the next. The codes are zero before.
+static void put_code(uint8_t * codes, int step_vector, int row, int at, int shift, unsigned code) {
+    codes[(2 * step_vector + row / 16) * 64 + row % 16 * 4 + at] |= (code & 3) << shift;
+}
+
 static void repack_q2_k(const block_q2_k * src, int row, uint8_t * block) {
-    put_half(block, row, src->d);
-    put_half(block + 2 * TB_TILE_ROWS, row, src->dmin);
-    for (int g = 0; g < 4; g++) {
-        memcpy(block + tb_q2_k_format::SCALES + g * tb_q2_k_format::GROUP_SCALES + 4 * row, src->scales + 4 * g, 4);
-        uint8_t * codes = block + tb_q2_k_format::header(4) + g * tb_q2_k_format::CODES;
+    static const int SCALE_AT[] = { 0, 16, 4, 20 }; // of the four sub-blocks; the min is 8 bits further
+    put_half(block + tb_q2_k_format::D, row, src->d);
+    put_half(block + tb_q2_k_format::DMIN, row, src->dmin);
+    uint8_t * group = block;
+    for (int g = 0; g < 4; g++, group += tb_q2_k_format::CODES) {
+        uint32_t scales = 0;
+        for (int b = 0; b < 4; b++) {
+            const uint32_t both = src->scales[4 * g + b];
+            scales |= (both & 15) << SCALE_AT[b] | both >> 4 << (SCALE_AT[b] + 8);
+        }
+        memcpy(group + 4 * row, &scales, sizeof(scales));
         for (int col = 0; col < TB_GROUP; col++) {
             const int k = g * TB_GROUP + col;
-            put(codes, row, col, src->qs[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3);
+            put_code(group + tb_q2_k_format::SCALES, col % 16 / 4, row, col % 4, 2 * (col / 16), src->qs[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2));
         }
     }
 }
@@ -58,9 +63,9 @@ static void repack_q2_k(const block_q2_k * src, int row, uint8_t * block) {
 static void repack_q2_0(const block_q2_0 * src, int n_groups, int row, uint8_t * block) {
     for (int g = 0; g < n_groups; g++) {
         put_half(block + g * 2 * TB_TILE_ROWS, row, src[g].d);
-        uint8_t * codes = block + tb_q2_0_format::header(n_groups) + g * tb_q2_0_format::CODES;
+        uint8_t * codes = block + tb_q2_0_format::beside(n_groups) + g * tb_q2_0_format::CODES;
         for (int col = 0; col < TB_GROUP; col++) {
-            put(codes, row, col, src[g].qs[col / 4] >> (2 * (col % 4)) & 3);
+            put_code(codes, col / 16, row, col % 4, 2 * (col % 16 / 4), src[g].qs[col / 4] >> (2 * (col % 4)));
         }
     }
 }

@@ -23,25 +23,22 @@ static size_t align64(size_t n) {
 }
 
 size_t tb_acts_nbytes(int64_t n_tokens, int64_t cols) {
-    const int64_t n = n_tokens * (cols / TB_ACT_GROUP);
-    return align64(n_tokens * cols) + 2 * align64(n * 4) + align64(n * 2 * 2);
+    return align64(n_tokens * (cols / TB_RUN) * sizeof(struct tb_run)) + align64(n_tokens * (cols / TB_BLOCK_COLS) * sizeof(struct tb_sums));
 }
 
 void tb_acts_init(struct tb_acts * acts, void * scratch, int64_t n_tokens, int64_t cols) {
-    uint8_t * p = (uint8_t *) scratch;
     acts->n_tokens = n_tokens;
     acts->cols     = cols;
-    acts->q        = (int8_t *) p;
-    p += align64(n_tokens * cols);
-    acts->sums     = (int32_t *) p;
-    p += align64(n_tokens * (cols / TB_ACT_GROUP) * 4);
-    acts->scales   = (float *) p;
-    p += align64(n_tokens * (cols / TB_ACT_GROUP) * 4);
-    acts->sums16   = (int16_t *) p;
+    acts->runs     = (struct tb_run *) scratch;
+    acts->sums     = (struct tb_sums *) ((uint8_t *) scratch + align64(n_tokens * (cols / TB_RUN) * sizeof(struct tb_run)));
 }
 
 int64_t tb_n_tiles(int64_t rows) {
     return (rows + TB_TILE_ROWS - 1) / TB_TILE_ROWS;
+}
+
+int64_t tb_n_blocks(int64_t cols) {
+    return (cols + TB_BLOCK_COLS - 1) / TB_BLOCK_COLS;
 }
 
 int64_t tb_matrix_nbytes(int bits, int64_t rows, int64_t cols) {

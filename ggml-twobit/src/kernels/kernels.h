@@ -8,9 +8,8 @@
 #define TB_TILE_ROWS   32  // rows of a super-tile
 #define TB_BLOCK_COLS 256  // columns of a block
 #define TB_GROUP       64  // columns that share a scale code
-#define TB_ACT_GROUP   32  // columns that share an activation scale
-#define TB_TOKENS       8  // tokens of a tile of activations
-#define TB_MAX_TOKENS  32  // tokens that one pass over the weights serves
+#define TB_RUN   32  // columns that share an activation scale
+#define TB_TOKENS      32  // tokens of a tile of activations, which one pass over the weights serves
 #define TB_TINY    0x1p-120f // a group of activations whose largest magnitude is below this is taken as zero
 
 // one packed matrix
@@ -33,18 +32,28 @@ struct tb_base {
     int             type; // TB_BASE_…
 };
 
-// Activations rounded to int8, (tile of up to 8 tokens, column / 4, token, column % 4), and for each 32 columns of each tile's
-// tokens minus the sum of the int8 values, and the scale: (tile, column / 32, token). A tile of fewer tokens takes that much less room.
-struct tb_acts {
-    int64_t   n_tokens;
-    int64_t   cols;
-    int8_t  * q;
-    int32_t * sums; // negative: shifted, they are where a sum of codes starts that are too large by an offset
-    float   * scales;
-    int16_t * sums16; // (tile, column / 32, token, 2): of 16 columns each
+// a run of 32 activations of a token, rounded to int8
+struct tb_run {
+    int8_t  q[TB_RUN];
+    int32_t sum;   // negative: shifted, it is where a sum of codes starts that are too large by an offset
+    float   scale;
 };
 
-// tokens of the tile that starts at token `first`: 8, fewer in the last one
+// What Q2_K's mins are multiplied with: for each 16 columns of a block the sum of the int8 values times their scale, rounded in turn.
+struct tb_sums {
+    int16_t q[TB_BLOCK_COLS / 16];
+    float   scale; // negative
+};
+
+// Activations, in tiles of up to TB_TOKENS tokens, one after the other; the last tile may have fewer and takes that much less room.
+struct tb_acts {
+    int64_t n_tokens;
+    int64_t cols;
+    struct tb_run  * runs; // (tile, column / 32, token)
+    struct tb_sums * sums; // (tile, column / 256, token), of whole blocks only
+};
+
+// tokens of the tile that starts at token `first`
 static inline int64_t tb_tile_width(const struct tb_acts * acts, int64_t first) {
     return acts->n_tokens - first < TB_TOKENS ? acts->n_tokens - first : TB_TOKENS;
 }
@@ -55,11 +64,12 @@ void   tb_acts_init(struct tb_acts * acts, void * scratch, int64_t n_tokens, int
 
 int64_t tb_matrix_nbytes(int bits, int64_t rows, int64_t cols); // negative: not a shape the format holds
 int64_t tb_n_tiles(int64_t rows);                               // super-tiles
+int64_t tb_n_blocks(int64_t cols);                              // of a super-tile; the last one may be narrower
 
 struct tb_kernels {
     const char * name;
-    // rounds the groups of 64 columns [group0, group1) of every token; x[token] points to that token's cols floats
-    void (*quantize)(const struct tb_acts * acts, const float * const * x, int64_t group0, int64_t group1);
+    // rounds the blocks of 256 columns [block0, block1) of every token; x[token] points to that token's cols floats
+    void (*quantize)(const struct tb_acts * acts, const float * const * x, int64_t block0, int64_t block1);
     // y[token][row] += (R·x)[row] for the rows of the super-tiles [tile0, tile1); y[token] points to rows floats
     void (*mul_add)(const struct tb_matrix * m, const struct tb_acts * acts, float * const * y, int64_t tile0, int64_t tile1);
     // y[token][row] = (B·x)[row], likewise

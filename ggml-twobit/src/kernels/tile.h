@@ -1,30 +1,32 @@
 // tile.h: the product of super-tiles and tokens, written once for all vector instruction sets and formats (formats.h).
 //
+// The codes of 32 columns of PARTS·LANES rows are unpacked into registers and stay there while the tokens go by; what a token has
+// summed up lies in L1. Weights are read in the order of their addresses, each vector once: both matter for the hardware's prefetching,
+// with one token by a third of the speed.
+//
 // An instruction set is a struct V with
-//     I                     a vector of integers: LANES rows × 4 columns of codes, or LANES sums
-//     LANES, PARTS, TOKENS  PARTS·LANES rows × TOKENS tokens are summed up in registers at a time
-//     STEPS                 steps (4 columns each) handed to one V::dot
-//     UNROLLED              whether a group of 64 columns is unrolled, rather than its unit
+//     I, F                  a vector of integers: LANES rows × 4 columns of codes, or LANES sums; a vector of LANES floats
+//     LANES, PARTS          PARTS·LANES rows are unpacked at a time
+//     TOKENS                tokens that are computed side by side
 //     load, shr<n>, mask, or_masked      to take codes out of their bits (shr moves 16-bit lanes)
 //     SIGNED8               whether 8-bit codes become signed (V::flip) instead of taking off the offset at the end
-//     dot<n>(sums, w, x, stride)         sums += Σ w[i] · x[i·stride], w: n vectors of codes, x: 4 int8 values in each int32
-//     set(i)                the same integer in all lanes
-//     scale_rows(block, ws)              ws[group][row] = super · code_s for the 4 groups of a residual's block
-//     from_f16(src, n, ws)               n halves to floats
-//     accumulate(y, sums, s, ws)         y[row] = fma(float(sums) · s, ws[row], y[row]) for LANES rows
-//     add(out, factor, y)                out[row] = fma(factor, y[row], out[row]) for LANES rows
-//     prefetch<to>(p)
-//     pin(v)                keeps v in its register, where loading it anew for each use is slower
+//     steps(bits)           steps (4 columns each) handed to one V::dot
+//     dot<n, bits>(sums, w, x)           sums += Σ w[i] · x[i], w: n vectors of codes, x: 4 int8 values in each int32
+//     set(i), shl32<n>      the same integer in all lanes; shifts of 32-bit lanes
+//     set(f), convert, mul, fma, from_f16, from_i8, load_f, store_f      floats; fma(a, b, c) = a · b + c
+//     prefetch(p)           to L2
 // and for Q2_K
+//     SCALED_FROM           tokens from which it is faster to multiply codes by their scales before the product, not after it
+//     dot_halves(w, x, scales)           scale0 · Σ w[i] · x[i] + scale1 · Σ w[4 + i] · x[4 + i] / 4, i < 4, w[4 + i] multiples of 4
 //     multiples(scales)     in each lane bytes 0, 1, 2, 3 times its lowest 4 bits
-//     row_index, lookup     byte 4·(row within 128 bits) in all lanes; bytes of 128 bits looked up by index
-//     shr32<n>, shl32<n>, mask32         of 32-bit lanes
-//     mul_add32(sums, a, b)              sums += a · b, of 32-bit lanes
+//     transpose             byte 4·i + j of 128 bits to byte 4·j + i
+//     row_index(n), lookup  the row within 128 bits, shifted left by n, in all bytes; bytes of 128 bits looked up by index
+//     shr32<n>, mask32      of 32-bit lanes
 //     dot16(sums, m, x)     sums += m · x, two int16 in each lane
-//     subtract(y, sums, s, ws)           y[row] = fma(−(float(sums) · s), ws[row], y[row])
 
 #pragma once
 
+#include "acts.h"
 #include "base.h"
 #include "formats.h"
 #include "kernels.h"
@@ -32,210 +34,219 @@
 #include <math.h>
 #include <string.h>
 
-#define TB_AHEAD 2 // blocks to prefetch ahead: from 1 to 8 within 5 % on a Zen 4
+#define TB_AHEAD 8192 // bytes to prefetch ahead: 4096 is too little for 4 tokens, more is as good
 
-// ---- one block ------------------------------------------------------------------------------------------------------
+// ---- tokens ---------------------------------------------------------------------------------------------------------
 
-// a block and the activations of one tile of tokens that it meets
-struct tb_work {
-    const uint8_t * codes;    // of the block's first group
-    int             n_groups; // 1…4
-    const float   * ws;       // (4, 32) scales of the groups' rows; Q2_K: d[32], dmin[32]
-    const uint8_t * scales16; // Q2_K: scales and mins of 16 columns each, (group, 32 rows, 4)
-    int             width;    // tokens of the tile
-    const int32_t * q;        // (column / 4, token)
-    const int32_t * sums;     // (column / 32, token), negative
-    const float   * scales;   // (column / 32, token)
-    const int32_t * sums16;   // (column / 32, token): pairs of int16
-    float         * y;        // (token, 32)
-    const char    * ahead;    // what to prefetch next
-    int             passes;   // how often the block's codes are gone through by all tiles of tokens together
-};
+// f(integral_constant N, token) for all tokens, N at a time
+template <class V, bool ONE, class F> static TB_INLINE void tb_for_tokens(int n, F f) {
+    using one = std::integral_constant<int, 1>;
+    if constexpr (ONE) {
+        f(one(), 0);
+        return;
+    }
+    int t = 0;
+    for (; t + V::TOKENS <= n; t += V::TOKENS) {
+        f(std::integral_constant<int, V::TOKENS>(), t);
+    }
+    if constexpr (V::TOKENS > 1) {
+        for (; t < n; t++) {
+            f(one(), t);
+        }
+    }
+}
 
-// PARTS·LANES rows from `row` on, T tokens from `token` on. Of the unit's cache lines one part in PASSES is prefetched.
-template <class V, class F, int T, int PASSES>
-static __attribute__((noinline)) void tb_rows_by_tokens(tb_work & work, int row, int token) {
+// sums[part][token] += Σ w[part][step] · x[token][step]
+template <class V, int BITS, int N>
+static TB_INLINE void tb_dot(typename V::I (*sums)[N], const typename V::I (*w)[TB_STEPS], const struct tb_run * x) {
+    constexpr int STEPS = V::steps(BITS);
+    tb_unroll<TB_STEPS / STEPS>([&](auto i) TB_LAMBDA {
+        tb_unroll<N>([&](auto t) TB_LAMBDA {
+            tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
+                sums[part][t] = V::template dot<STEPS, BITS>(sums[part][t], w[part] + i * STEPS, (const int32_t *) x[t].q + i * STEPS);
+            });
+        });
+    });
+}
+
+// ---- blocks ---------------------------------------------------------------------------------------------------------
+
+// The share of `row` in fetching BYTES, which the whole super-tile needs some blocks later, to L2.
+template <class V, int BYTES> static TB_INLINE void tb_prefetch(const uint8_t * p, int row) {
+    constexpr int LINES = BYTES / 64, SETS = TB_TILE_ROWS / (V::PARTS * V::LANES), SHARE = (LINES + SETS - 1) / SETS;
+    p += TB_AHEAD + row / (V::PARTS * V::LANES) * SHARE * 64;
+    tb_unroll<SHARE>([&](auto i) TB_LAMBDA { V::prefetch(p + 64 * i); });
+}
+
+// One block of a residual or of Q2_0 times n tokens, added to y (token, 32 rows). x: (column / 32, token). Of each group
+//     y = fma(fma(c1, s1, c0 · s0), scale, y)     c0, c1: sums over its two runs, s0, s1: the activations' scales
+template <class V, class FORMAT, bool ONE>
+static __attribute__((noinline)) void tb_block(const uint8_t * block, int n_groups, const struct tb_run * x, int n_tokens, float * y) {
     using I = typename V::I;
-    constexpr int U = F::U, Z = F::Z, PARTS = V::PARTS, UNITS = TB_ACT_GROUP / 4 / U;
-    constexpr int OFFSET = F::BITS == 8 && V::SIGNED8 ? 0 : F::OFFSET;
-    constexpr tb_prefetch TO = T < 4 ? F::FOR_FEW : TB_PREFETCH_L2;
-    constexpr int LINES = TO == TB_PREFETCH_NOT ? 0 : (2 * Z + PASSES - 1) / PASSES;
-    // Q2_K: a unit is a sub-block of 16 columns. Its scale goes into the codes, or, for a single token, onto the sum over the unit.
-    constexpr bool SCALED = F::MINS && T > 1;
-    const int width = V::TOKENS == TB_TOKENS ? T : work.width; // a constant where registers hold a whole tile
-    const uint8_t * codes = work.codes + row / 16 * Z * 64;
-    const int32_t * q = work.q + token;
-    const char * ahead = work.ahead;
-    for (int a = 0; a < 2 * work.n_groups; a++) { // 32 columns, half a group
-        const int g = a / 2;
-        I sums[PARTS][T], scales[PARTS];
-        tb_unroll<T>([&](auto t) TB_LAMBDA {
-            const I start = OFFSET ? V::template shl32<tb_log2(OFFSET)>(V::set(work.sums[a * width + token + t])) : V::set(0);
-            tb_unroll<PARTS>([&](auto part) TB_LAMBDA { sums[part][t] = start; });
+    using F = typename V::F;
+    constexpr int ROWS = V::PARTS * V::LANES, BITS = FORMAT::BITS;
+    constexpr int OFFSET = BITS == 8 && V::SIGNED8 ? 0 : FORMAT::OFFSET;
+    const int n = ONE ? 1 : n_tokens;
+    alignas(64) float of_first_run[(ONE ? 1 : TB_TOKENS) * TB_TILE_ROWS];
+    const uint8_t * codes = block + FORMAT::beside(n_groups);
+    const bool prefetch = n >= FORMAT::PREFETCH_FROM;
+    if (prefetch) {
+        tb_prefetch<V, FORMAT::beside(4)>(block, 0);
+    }
+    for (int g = 0; g < n_groups; g++) {
+        tb_unroll<2>([&](auto half) TB_LAMBDA {
+            for (int row = 0; row < TB_TILE_ROWS; row += ROWS) {
+                if (prefetch) {
+                    tb_prefetch<V, FORMAT::CODES / 2>(codes, row);
+                }
+                I w[V::PARTS][TB_STEPS];
+                F scale[V::PARTS];
+                tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
+                    if (half == 1) {
+                        scale[part] = FORMAT::template scale<V>(block, g, row + part * V::LANES);
+                    }
+                });
+                FORMAT::template unpack<V>(codes, row, w);
+                tb_for_tokens<V, ONE>(n, [&](auto count, int token) TB_LAMBDA {
+                    constexpr int N = decltype(count)::value;
+                    I sums[V::PARTS][N];
+                    tb_unroll<N>([&](auto t) TB_LAMBDA {
+                        const I start = OFFSET ? V::template shl32<tb_log2(OFFSET)>(V::set(x[token + t].sum)) : V::set(0);
+                        tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA { sums[part][t] = start; });
+                    });
+                    tb_dot<V, BITS, N>(sums, w, x + token);
+                    tb_unroll<N>([&](auto t) TB_LAMBDA {
+                        const F s = V::set(x[token + t].scale);
+                        tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
+                            const int at = (token + t) * TB_TILE_ROWS + row + part * V::LANES;
+                            const F c = V::convert(sums[part][t]);
+                            if constexpr (decltype(half)::value == 0) {
+                                V::store_f(of_first_run + at, V::mul(c, s));
+                            } else {
+                                const F both = V::fma(c, s, V::load_f(of_first_run + at));
+                                V::store_f(y + at, V::fma(both, scale[part], V::load_f(y + at)));
+                            }
+                        });
+                    });
+                });
+            }
+            codes += FORMAT::CODES / 2;
+            x += n;
         });
-        if constexpr (F::MINS) {
-            tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                const I both = V::load(work.scales16 + (g * TB_TILE_ROWS + row + part * V::LANES) * 4);
-                scales[part] = a % 2 ? V::template shr32<16>(both) : both;
-            });
-        }
-        const auto unit = [&]() TB_LAMBDA {
-            tb_unroll<LINES>([&](auto i) TB_LAMBDA { V::template prefetch<TO>(ahead + 64 * i); });
-            ahead += 64 * LINES;
-            I table[PARTS], unscaled[PARTS];
-            if constexpr (SCALED) {
-                tb_unroll<PARTS>([&](auto part) TB_LAMBDA { table[part] = V::multiples(scales[part]); });
-            }
-            tb_unroll<PARTS>([&](auto part) TB_LAMBDA { unscaled[part] = V::set(0); });
-            I v[PARTS][Z];
-            tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                constexpr int r = decltype(part)::value * V::LANES;
-                tb_unroll<Z>([&](auto z) TB_LAMBDA {
-                    v[part][z] = V::load(codes + (r / 16 * Z + z) * 64 + r % 16 * 4);
-                    if constexpr (T == 1) {
-                        V::pin(v[part][z]);
+    }
+}
+
+// One block of Q2_K, likewise:
+//     y = fma(Σ c · s, d, y), the sum a chain of fma over the runs;  y = fma(float(Σ min · sum) · scale of the sums, dmin, y)
+template <class V, bool SCALED, bool ONE>
+static __attribute__((noinline)) void tb_block_q2_k(const uint8_t * block, const struct tb_run * x, const struct tb_sums * x_sums, int n_tokens,
+                                                  float * y) {
+    using I = typename V::I;
+    using F = typename V::F;
+    using FORMAT = tb_q2_k_format;
+    constexpr int ROWS = V::PARTS * V::LANES, BITS = 6; // codes · scales are below 2^6
+    const int n = ONE ? 1 : n_tokens;
+    alignas(64) float of_runs[(ONE ? 1 : TB_TOKENS) * TB_TILE_ROWS];
+    memset(of_runs, 0, n * TB_TILE_ROWS * sizeof(float));
+    const uint8_t * group = block;
+    const bool prefetch = n >= FORMAT::PREFETCH_FROM;
+    for (int g = 0; g < 4; g++) {
+        tb_unroll<2>([&](auto half) TB_LAMBDA {
+            constexpr int HALF = decltype(half)::value;
+            for (int row = 0; row < TB_TILE_ROWS; row += ROWS) {
+                if (prefetch) {
+                    tb_prefetch<V, FORMAT::CODES / 2>(group + HALF * FORMAT::CODES / 2, row);
+                }
+                I w[V::PARTS][TB_STEPS], scales[V::PARTS];
+                tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
+                    const int r = row + part * V::LANES;
+                    scales[part] = FORMAT::template half_scales<V, HALF>(group, r);
+                    if constexpr (SCALED) {
+                        FORMAT::template unpack_scaled<V, HALF>(group, r, scales[part], w[part]);
+                    } else {
+                        FORMAT::template unpack<V, HALF>(group, r, w[part]);
                     }
                 });
-            });
-            tb_unroll<U / V::STEPS>([&](auto i) TB_LAMBDA {
-                constexpr int J = decltype(i)::value * V::STEPS;
-                I w[PARTS][V::STEPS];
-                tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                    tb_unroll<V::STEPS>([&](auto s) TB_LAMBDA {
-                        if constexpr (SCALED) {
-                            w[part][s] = tb_scaled_codes<V, J + decltype(s)::value>(v[part][0], table[part]);
-                        } else {
-                            w[part][s] = tb_codes<V, F::BITS, J + decltype(s)::value>(v[part]);
-                        }
-                    });
-                });
-                tb_unroll<T>([&](auto t) TB_LAMBDA {
-                    tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                        I & sum = F::MINS && !SCALED ? unscaled[part] : sums[part][t];
-                        sum = V::template dot<V::STEPS, F::BITS>(sum, w[part], q + t, width);
-                    });
-                });
-                q += V::STEPS * width;
-            });
-            if constexpr (F::MINS) { // on to the next 16 columns
-                tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
-                    if constexpr (!SCALED) {
-                        sums[part][0] = V::mul_add32(sums[part][0], unscaled[part], V::mask32(scales[part], 0x0f));
+                tb_for_tokens<V, ONE>(n, [&](auto count, int token) TB_LAMBDA {
+                    constexpr int N = decltype(count)::value;
+                    I sums[V::PARTS][N];
+                    if constexpr (SCALED) {
+                        tb_unroll<N>([&](auto t) TB_LAMBDA {
+                            tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA { sums[part][t] = V::set(0); });
+                        });
+                        tb_dot<V, BITS, N>(sums, w, x + token);
+                    } else {
+                        tb_unroll<N>([&](auto t) TB_LAMBDA {
+                            tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
+                                sums[part][t] = V::dot_halves(w[part], (const int32_t *) x[token + t].q, scales[part]);
+                            });
+                        });
                     }
-                    scales[part] = V::template shr32<8>(scales[part]);
+                    tb_unroll<N>([&](auto t) TB_LAMBDA {
+                        const F s = V::set(x[token + t].scale);
+                        tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
+                            float * sum = of_runs + (token + t) * TB_TILE_ROWS + row + part * V::LANES;
+                            V::store_f(sum, V::fma(V::convert(sums[part][t]), s, V::load_f(sum)));
+                        });
+                    });
                 });
             }
-            codes += 2 * Z * 64;
-        };
-        if constexpr (V::UNROLLED) {
-            tb_unroll<UNITS>([&](auto) TB_LAMBDA { unit(); });
-        } else {
-            for (int i = 0; i < UNITS; i++) {
-                unit();
-            }
-        }
-        tb_unroll<PARTS>([&](auto part) TB_LAMBDA {
+            x += n;
+        });
+        group += FORMAT::CODES;
+    }
+    if (prefetch) {
+        tb_prefetch<V, FORMAT::beside(4)>(block + FORMAT::D, 0);
+    }
+    for (int row = 0; row < TB_TILE_ROWS; row += ROWS) {
+        I mins[V::PARTS][TB_STEPS];
+        F d[V::PARTS], dmin[V::PARTS];
+        tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
             const int r = row + part * V::LANES;
-            if constexpr (F::MINS) { // two of the bytes m0 m1 m2 m3 to a pair of int16
-                const I all  = V::template shr<4>(V::load(work.scales16 + (g * TB_TILE_ROWS + r) * 4));
-                const I here = a % 2 ? V::template shr32<16>(all) : all;
-                const I mins = V::or_masked(V::mask32(here, 0x0000000f), V::mask32(V::template shl32<8>(here), 0x000f0000), 0x0f);
-                tb_unroll<T>([&](auto t) TB_LAMBDA {
-                    const int i = a * width + token + t;
-                    const I m = V::dot16(V::set(0), mins, work.sums16[i]);
-                    float * y = work.y + (token + t) * TB_TILE_ROWS + r;
-                    V::accumulate(y, sums[part][t], work.scales[i], work.ws + r);
-                    V::subtract(y, m, work.scales[i], work.ws + TB_TILE_ROWS + r);
-                });
-            } else {
-                tb_unroll<T>([&](auto t) TB_LAMBDA {
-                    V::accumulate(work.y + (token + t) * TB_TILE_ROWS + r, sums[part][t], work.scales[a * width + token + t],
-                                  work.ws + g * TB_TILE_ROWS + r);
-                });
-            }
+            tb_unroll<TB_STEPS>([&](auto i) TB_LAMBDA { mins[part][i] = FORMAT::template half_mins<V, i % 2>(block + i / 2 * FORMAT::CODES, r); });
+            d[part] = V::from_f16(block + FORMAT::D + 2 * r);
+            dmin[part] = V::from_f16(block + FORMAT::DMIN + 2 * r);
         });
-    }
-    work.ahead = ahead;
-}
-
-// T tokens that fill the registers, or fewer at the end
-template <class V, class F, int T> static TB_INLINE void tb_rows(tb_work & work, int row, int token) {
-    constexpr int ROW_SETS = TB_TILE_ROWS / (V::PARTS * V::LANES);
-    if constexpr (T > V::TOKENS) {
-        // never asked for
-    } else if constexpr (T < V::TOKENS) {
-        tb_rows_by_tokens<V, F, T, ROW_SETS>(work, row, token);
-    } else if (work.passes >= 4 * ROW_SETS) {
-        tb_rows_by_tokens<V, F, T, 4 * ROW_SETS>(work, row, token);
-    } else if (work.passes >= 2 * ROW_SETS) {
-        tb_rows_by_tokens<V, F, T, 2 * ROW_SETS>(work, row, token);
-    } else {
-        tb_rows_by_tokens<V, F, T, ROW_SETS>(work, row, token);
-    }
-}
-
-// a block times a tile of tokens
-template <class V, class F> static TB_INLINE void tb_block(tb_work & work) {
-    for (int row = 0; row < TB_TILE_ROWS; row += V::PARTS * V::LANES) {
-        for (int token = 0; token < work.width; token += V::TOKENS) {
-            switch (work.width - token < V::TOKENS ? work.width - token : V::TOKENS) {
-                case 1: tb_rows<V, F, 1>(work, row, token); break;
-                case 2: tb_rows<V, F, 2>(work, row, token); break;
-                case 3: tb_rows<V, F, 3>(work, row, token); break;
-                case 4: tb_rows<V, F, 4>(work, row, token); break;
-                case 5: tb_rows<V, F, 5>(work, row, token); break;
-                case 6: tb_rows<V, F, 6>(work, row, token); break;
-                case 7: tb_rows<V, F, 7>(work, row, token); break;
-                case 8: tb_rows<V, F, 8>(work, row, token); break;
-            }
+        for (int token = 0; token < n; token++) {
+            const F s = V::set(x_sums[token].scale);
+            I sums[V::PARTS];
+            tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA { sums[part] = V::set(0); });
+            tb_unroll<TB_STEPS>([&](auto i) TB_LAMBDA {
+                tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
+                    sums[part] = V::dot16(sums[part], mins[part][i], ((const int32_t *) x_sums[token].q)[i]);
+                });
+            });
+            tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
+                const int at = token * TB_TILE_ROWS + row + part * V::LANES;
+                const F sum = V::fma(V::load_f(of_runs + at), d[part], V::load_f(y + at));
+                V::store_f(y + at, V::fma(V::mul(V::convert(sums[part]), s), dmin[part], sum));
+            });
         }
     }
 }
 
 // ---- super-tiles ----------------------------------------------------------------------------------------------------
 
-// One super-tile times up to TB_MAX_TOKENS tokens from `first` on, block after block. y: (token, 32), zero before the first block.
-template <class V, class F> struct tb_tile {
+// One super-tile times a tile of n tokens, block after block. y: (token, 32 rows), zero before the first block.
+template <class V, class FORMAT> struct tb_tile {
     const uint8_t * block;
     float         * y;
-    int             passes; // over each block, for tb_work
 
-    tb_tile(const uint8_t * data, float * y_, int n_tokens) : block(data), y(y_), passes(0) {
-        for (int i = 0; i < n_tokens; i += TB_TOKENS) {
-            const int width = n_tokens - i < TB_TOKENS ? n_tokens - i : TB_TOKENS;
-            passes += (width + V::TOKENS - 1) / V::TOKENS * (TB_TILE_ROWS / (V::PARTS * V::LANES));
+    TB_INLINE void next(int n_groups, const struct tb_run * x, const struct tb_sums * sums, int n) {
+        if constexpr (!std::is_same<FORMAT, tb_q2_k_format>::value) {
+            if (n == 1) {
+                tb_block<V, FORMAT, true>(block, n_groups, x, n, y);
+            } else {
+                tb_block<V, FORMAT, false>(block, n_groups, x, n, y);
+            }
+        } else if (n == 1) {
+            tb_block_q2_k<V, false, true>(block, x, sums, n, y);
+        } else if (n < V::SCALED_FROM) {
+            tb_block_q2_k<V, false, false>(block, x, sums, n, y);
+        } else {
+            tb_block_q2_k<V, true, false>(block, x, sums, n, y);
         }
-    }
-
-    // the block that starts with group g
-    TB_INLINE void next(const struct tb_acts * acts, int64_t first, int n_tokens, int64_t g) {
-        const int64_t groups = acts->cols / TB_GROUP;
-        const int n_groups = groups - g < 4 ? (int) (groups - g) : 4;
-        const char * ahead = (const char *) block + TB_AHEAD * tb_format_block_nbytes<F>(4);
-        for (int i = 0; i < F::header(4); i += 64) {
-            V::template prefetch<TB_PREFETCH_L1>(ahead + i);
-        }
-        alignas(64) float ws[4 * TB_TILE_ROWS];
-        F::template load_scales<V>(block, n_groups, ws);
-        tb_work work;
-        work.codes    = block + F::header(n_groups);
-        work.n_groups = n_groups;
-        work.ws       = ws;
-        work.scales16 = block + tb_q2_k_format::SCALES;
-        work.ahead    = ahead + F::header(4);
-        work.passes   = passes;
-        for (int i = 0; i < n_tokens; i += TB_TOKENS) {
-            const int64_t token = first + i;
-            work.width  = n_tokens - i < TB_TOKENS ? n_tokens - i : TB_TOKENS;
-            const int64_t at = 2 * (token * groups + g * work.width); // of 32 columns each
-            work.q      = (const int32_t *) (acts->q + token * acts->cols) + g * (TB_GROUP / 4) * work.width;
-            work.sums   = acts->sums + at;
-            work.scales = acts->scales + at;
-            work.sums16 = (const int32_t *) acts->sums16 + at;
-            work.y      = y + i * TB_TILE_ROWS;
-            tb_block<V, F>(work);
-        }
-        block += F::header(n_groups) + n_groups * F::CODES;
+        block += tb_format_block_nbytes<FORMAT>(n_groups);
     }
 };
 
@@ -250,7 +261,7 @@ template <class V> static void tb_store(const float * y, float factor, bool assi
         }
         int row = 0;
         for (; row + V::LANES <= n_rows; row += V::LANES) {
-            V::add(to + row, factor, y + row);
+            V::store_f(to + row, V::fma(V::set(factor), V::load_f(y + row), V::load_f(to + row)));
         }
         for (; row < n_rows; row++) {
             to[row] = fmaf(factor, y[row], to[row]);
@@ -269,25 +280,30 @@ static void tb_product(const struct tb_base * b, const struct tb_matrix * m, con
     using R = typename std::conditional<HAS_RESIDUAL, RESIDUAL, tb_residual_format<4>>::type;
     const int64_t rows = HAS_BASE ? b->rows : m->rows;
     for (int64_t tile = tile0; tile < tile1; tile++) {
-        for (int64_t first = 0; first < acts->n_tokens; first += TB_MAX_TOKENS) {
-            const int n = acts->n_tokens - first < TB_MAX_TOKENS ? (int) (acts->n_tokens - first) : TB_MAX_TOKENS;
-            alignas(64) float of_base[HAS_BASE ? TB_MAX_TOKENS * TB_TILE_ROWS : 1];
-            alignas(64) float of_residual[HAS_RESIDUAL ? TB_MAX_TOKENS * TB_TILE_ROWS : 1];
+        for (int64_t first = 0; first < acts->n_tokens; first += TB_TOKENS) {
+            const int n = (int) tb_tile_width(acts, first);
+            const struct tb_run  * x    = acts->runs + first * (acts->cols / TB_RUN);
+            const struct tb_sums * sums = acts->sums + first * (acts->cols / TB_BLOCK_COLS);
+            alignas(64) float of_base[HAS_BASE ? TB_TOKENS * TB_TILE_ROWS : 1];
+            alignas(64) float of_residual[HAS_RESIDUAL ? TB_TOKENS * TB_TILE_ROWS : 1];
             if (HAS_BASE) {
                 memset(of_base, 0, n * TB_TILE_ROWS * sizeof(float));
             }
             if (HAS_RESIDUAL) {
                 memset(of_residual, 0, n * TB_TILE_ROWS * sizeof(float));
             }
-            tb_tile<V, B> base(HAS_BASE ? b->data + tile * tb_format_tile_nbytes<B>(acts->cols) : NULL, of_base, n);
-            tb_tile<V, R> residual(HAS_RESIDUAL ? m->data + tile * tb_format_tile_nbytes<R>(acts->cols) : NULL, of_residual, n);
-            for (int64_t g = 0; g < acts->cols / TB_GROUP; g += 4) {
+            tb_tile<V, B> base = { HAS_BASE ? b->data + tile * tb_format_tile_nbytes<B>(acts->cols) : NULL, of_base };
+            tb_tile<V, R> residual = { HAS_RESIDUAL ? m->data + tile * tb_format_tile_nbytes<R>(acts->cols) : NULL, of_residual };
+            for (int64_t col = 0; col < acts->cols; col += TB_BLOCK_COLS) {
+                const int n_groups = acts->cols - col < TB_BLOCK_COLS ? (int) (acts->cols - col) / TB_GROUP : TB_BLOCK_COLS / TB_GROUP;
                 if constexpr (HAS_BASE) {
-                    base.next(acts, first, n, g);
+                    base.next(n_groups, x, sums, n);
                 }
                 if constexpr (HAS_RESIDUAL) {
-                    residual.next(acts, first, n, g);
+                    residual.next(n_groups, x, sums, n);
                 }
+                x += 2 * n_groups * n;
+                sums += n;
             }
             if (HAS_BASE) {
                 tb_store<V>(of_base, 1.0f, true, y + first, n, tile * TB_TILE_ROWS, rows);
@@ -334,23 +350,6 @@ static void tb_mul_pair(const struct tb_base * b, const struct tb_matrix * m, co
     }
 }
 
-// ---- activations ----------------------------------------------------------------------------------------------------
-
-// V::quantize32(x, q, scale, sums16) rounds 32 values to q[32] and sums each 16 of them up.
-template <class V> static void tb_quantize(const struct tb_acts * acts, const float * const * x, int64_t group0, int64_t group1) {
-    const int64_t groups = acts->cols / TB_ACT_GROUP;
-    for (int64_t token = 0; token < acts->n_tokens; token++) {
-        const int64_t first = token / TB_TOKENS * TB_TOKENS; // of the token's tile
-        const int64_t width = tb_tile_width(acts, first);
-        int32_t * q = (int32_t *) (acts->q + first * acts->cols) + (token - first);
-        for (int64_t a = group0 * TB_GROUP / TB_ACT_GROUP; a < group1 * TB_GROUP / TB_ACT_GROUP; a++) {
-            const int64_t i = first * groups + a * width + (token - first);
-            alignas(64) int32_t rounded[TB_ACT_GROUP / 4];
-            V::quantize32(x[token] + a * TB_ACT_GROUP, (int8_t *) rounded, &acts->scales[i], acts->sums16 + 2 * i);
-            acts->sums[i] = -(acts->sums16[2 * i] + acts->sums16[2 * i + 1]);
-            for (int k = 0; k < TB_ACT_GROUP / 4; k++) {
-                q[(a * (TB_ACT_GROUP / 4) + k) * width] = rounded[k];
-            }
-        }
-    }
+template <class V> static void tb_quantize(const struct tb_acts * acts, const float * const * x, int64_t block0, int64_t block1) {
+    tb_quantize_with(acts, x, block0, block1, V::round32);
 }

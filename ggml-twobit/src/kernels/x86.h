@@ -10,17 +10,11 @@
 namespace { // not shared between files: each compiles this for its own instruction set
 
 struct tb_x86 {
-    // in assembly: GCC 12 drops _mm_prefetch in functions that do nothing else
-    template <tb_prefetch TO> static inline void prefetch(const char * p) {
-        if (TO == TB_PREFETCH_L1) {
-            __asm__ volatile("prefetcht0 %0" : : "m"(*p));
-        } else if (TO == TB_PREFETCH_L2) {
-            __asm__ volatile("prefetcht1 %0" : : "m"(*p));
-        }
-    }
+    // to L2; in assembly: GCC 12 drops _mm_prefetch in functions that do nothing else
+    static inline void prefetch(const uint8_t * p) { __asm__ volatile("prefetcht1 %0" : : "m"(*p)); }
 
-    // 32 values to int8 (scalar.cpp, quantize_group)
-    static inline void quantize32(const float * x, int8_t * q, float * scale, int16_t * sums16) {
+    // 32 values to int8 (scalar.cpp, round32)
+    static inline void round32(const float * x, int8_t * q, float * scale, int16_t * sums) {
         const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
         __m256 v[4];
         __m256i max8 = _mm256_setzero_si256(); // of |x|: as integers NaN > Inf > everything else
@@ -36,7 +30,7 @@ struct tb_x86 {
         if (!finite || max < TB_TINY) {
             *scale = finite ? 0.0f : NAN;
             _mm256_storeu_si256((__m256i *) q, _mm256_setzero_si256());
-            memset(sums16, 0, 2 * sizeof(*sums16));
+            memset(sums, 0, 2 * sizeof(*sums));
             return;
         }
         *scale = max / 127.0f;
@@ -51,15 +45,16 @@ struct tb_x86 {
         _mm256_storeu_si256((__m256i *) q, bytes);
         const __m256i fours = _mm256_madd_epi16(_mm256_set1_epi16(1), _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes)); // sums of 4 columns
         const __m256i eights = _mm256_hadd_epi32(fours, fours), all = _mm256_hadd_epi32(eights, eights); // 16 columns in each half
-        sums16[0] = (int16_t) _mm256_cvtsi256_si32(all);
-        sums16[1] = (int16_t) _mm_cvtsi128_si32(_mm256_extracti128_si256(all, 1));
+        sums[0] = (int16_t) _mm256_cvtsi256_si32(all);
+        sums[1] = (int16_t) _mm_cvtsi128_si32(_mm256_extracti128_si256(all, 1));
     }
 };
 
-// 8 rows × 4 columns in a register; 16 registers hold 2 × 4 sums and their operands
+// 8 rows × 4 columns in a register; of 16 registers 8 hold the codes of 32 columns, 4 the sums of as many tokens
 struct tb_x86_256 : tb_x86 {
     using I = __m256i;
-    static const int LANES = 8, PARTS = 2, TOKENS = 4;
+    using F = __m256;
+    static const int LANES = 8, PARTS = 1, TOKENS = 4;
 
     static inline I load(const uint8_t * p) { return _mm256_loadu_si256((const __m256i *) p); }
     template <int N> static inline I shr(I v) { return _mm256_srli_epi16(v, N); }
@@ -67,46 +62,28 @@ struct tb_x86_256 : tb_x86 {
     static inline I or_masked(I a, I v, int bits) { return _mm256_or_si256(a, mask(v, bits)); }
     static inline I flip(I v) { return _mm256_xor_si256(v, _mm256_set1_epi8((char) 0x80)); }
     static inline I set(int32_t i) { return _mm256_set1_epi32(i); }
-    static inline void pin(I &) {} // 16 registers are too few
 
     static inline I multiples(I scales) { return _mm256_mullo_epi32(_mm256_and_si256(scales, set(15)), set(0x03020100)); }
-    static inline I row_index() { return _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c)); }
+    static inline I transpose(I v) {
+        return _mm256_shuffle_epi8(v, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+    }
+    static inline I row_index(int n) {
+        return _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x01010101 << n, 0x02020202 << n, 0x03030303 << n));
+    }
     static inline I lookup(I table, I index) { return _mm256_shuffle_epi8(table, index); }
     template <int N> static inline I shr32(I v) { return _mm256_srli_epi32(v, N); }
     template <int N> static inline I shl32(I v) { return _mm256_slli_epi32(v, N); }
     static inline I mask32(I v, int bits) { return _mm256_and_si256(v, set(bits)); }
-    static inline I mul_add32(I sums, I a, I b) { return _mm256_add_epi32(sums, _mm256_mullo_epi32(a, b)); }
     static inline I dot16(I sums, I m, int32_t x) { return _mm256_add_epi32(sums, _mm256_madd_epi16(m, set(x))); }
 
-    static inline void scale_rows(const uint8_t * block, float * ws) {
-        for (int row = 0; row < TB_TILE_ROWS; row += LANES) {
-            const __m256 super = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (block + TB_SUPER_OFFSET + 2 * row)));
-            for (int g = 0; g < 4; g++) {
-                const __m256i code = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (block + TB_TILE_ROWS * g + row)));
-                _mm256_store_ps(ws + TB_TILE_ROWS * g + row, _mm256_mul_ps(super, _mm256_cvtepi32_ps(code)));
-            }
-        }
-    }
-
-    static inline void accumulate(float * y, I sums, float s, const float * ws) {
-        const __m256 c = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(s));
-        _mm256_store_ps(y, _mm256_fmadd_ps(c, _mm256_load_ps(ws), _mm256_load_ps(y)));
-    }
-
-    static inline void subtract(float * y, I sums, float s, const float * ws) {
-        const __m256 c = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(s));
-        _mm256_store_ps(y, _mm256_fnmadd_ps(c, _mm256_load_ps(ws), _mm256_load_ps(y)));
-    }
-
-    static inline void from_f16(const uint8_t * src, int n, float * ws) {
-        for (int i = 0; i < n; i += LANES) {
-            _mm256_store_ps(ws + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (src + 2 * i))));
-        }
-    }
-
-    static inline void add(float * out, float factor, const float * y) {
-        _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_set1_ps(factor), _mm256_load_ps(y), _mm256_loadu_ps(out)));
-    }
+    static inline F set(float f) { return _mm256_set1_ps(f); }
+    static inline F convert(I v) { return _mm256_cvtepi32_ps(v); }
+    static inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static inline F load_f(const float * p) { return _mm256_loadu_ps(p); }
+    static inline void store_f(float * p, F f) { _mm256_storeu_ps(p, f); }
+    static inline F from_f16(const uint8_t * p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)); }
+    static inline F from_i8(const uint8_t * p) { return convert(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) p))); }
 };
 
 } // namespace
