@@ -268,18 +268,45 @@ def test_a_full_context_ends_as_in_llama_cpp(tiny: Callable[..., Llama]) -> None
         assert model("in the", max_tokens=5, temperature=0)["choices"][0]["text"]  # and it goes on
 
 
-def test_long_run_leaves_no_cell_behind(tiny: Callable[..., Llama]) -> None:
-    """Texts that slide through a small context: after every token the cache must end where we say."""
-    model = tiny(n_ctx=256, speculation=fixed("comb"))
-    text = model.tokenize(b"in the other one")
-    for _ in range(10):
-        generator = model.generate(text[-100:], temp=0.0)
-        for token in itertools.islice(generator, 150):
-            text.append(token)
-        generator.close()
-        assert model._engine().n_past == model.n_tokens
+def test_ten_thousand_tokens(tiny: Callable[..., Llama], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that slide through a context of 2,048 tokens: no cell is left behind, and no memory.
+
+    TWOBIT_CHECK compares llama.cpp's positions with ours after every step. The full test: TWOBIT_TEST_LONG=10000, and TWOBIT_TEST_MODEL.
+    """
+    monkeypatch.setenv("TWOBIT_CHECK", "1")
+    chosen, n_tokens, n_ctx = os.environ.get("TWOBIT_TEST_MODEL"), int(os.environ.get("TWOBIT_TEST_LONG", "3000")), 2048
+    options = {"n_ctx": n_ctx, "speculation": fixed("comb", max_depth=3, max_nodes=8)}
+    model, fresh = ((load_model(Path(chosen), **options) if chosen else tiny(**options)) for _ in range(2))
+    text, made, resident = model.tokenize(b"in the other one"), 0, []
+    while made < n_tokens:
+        # as llama_cpp does it: a text ends where the context does, and the next one begins with a part of it
+        prompt = text[-n_ctx // 2 :]
+        room = min(n_ctx - len(prompt), n_tokens - made)
+        drawn = list(itertools.islice(model.generate(prompt, temp=1.0, top_k=20), room))
+        assert len(drawn) == room
+        text += drawn
+        made += room
+        model._settle()
+        assert model._engine().n_past == model.n_tokens <= n_ctx
         memory = llama_cpp.llama_get_memory(model.ctx)
         assert all(llama_cpp.llama_memory_seq_pos_max(memory, seq) == -1 for seq in range(1, fixed("comb").n_seq))
+        resident.append(resident_bytes())
+    fresh.eval(model._input_ids.tolist())
+    assert n_cells_bytes(model) == n_cells_bytes(fresh)  # not a cell more than the text has tokens
+    print(f"{made} tokens, {model.speculation_stats.accepted} accepted; resident MiB after each text: {[r >> 20 for r in resident]}")
+    assert resident[-1] - resident[len(resident) // 3] < 16 << 20
+    if chosen:
+        model.close()
+        fresh.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def n_cells_bytes(model: Llama) -> int:
+    """What llama.cpp saves of the cache: every cell that is in use, in whatever sequence."""
+    return llama_cpp.llama_state_get_size(model.ctx)
 
 
 # ---- it must pay ----
