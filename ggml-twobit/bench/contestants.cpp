@@ -211,12 +211,27 @@ void fill_base(uint8_t * p, const shape & s, int type) {
 
 } // namespace
 
+#if defined(__x86_64__)
+extern const struct tb_kernels tb_kernels_avxvnni_as_avx512vl;
+#endif
+
+// the kernel set of that name; "avxvnni" also where the CPU has its instruction in AVX-512's encoding only
+static const tb_kernels * kernels_by_name(const char * name) {
+    const tb_kernels * kernels = name ? tb_kernels_by_name(name) : tb_kernels_best();
+#if defined(__x86_64__)
+    if (!kernels && strcmp(name, "avxvnni") == 0 && tb_kernels_by_name("avx512vnni")) {
+        return &tb_kernels_avxvnni_as_avx512vl;
+    }
+#endif
+    return kernels;
+}
+
 contestant * new_ours(int base_type, int bits, const char * kernel, const std::vector<shape> & shapes) {
     ours * c = new ours;
     c->name = base_type == TB_BASE_Q2_K ? "base Q2_K" : base_type == TB_BASE_Q2_0 ? "base Q2_0" : "";
     c->name += bits ? (c->name.empty() ? "R" : "+R") + std::to_string(bits) : "";
     c->shapes = shapes;
-    c->kernels = kernel ? tb_kernels_by_name(kernel) : tb_kernels_best();
+    c->kernels = kernels_by_name(kernel);
     if (!c->kernels) {
         fprintf(stderr, "no kernels \"%s\" on this CPU\n", kernel);
         exit(2);

@@ -11,6 +11,7 @@
 namespace {
 
 struct avx2 : tb_x86_256 {
+    using for_q2_k = tb_narrow<avx2>;
     static const int SCALED_FROM = TB_TOKENS + 1; // never
     static const bool SIGNED8 = true;
 

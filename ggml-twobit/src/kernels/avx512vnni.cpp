@@ -16,13 +16,15 @@ namespace {
 struct avx512vnni : tb_x86 {
     using I = __m512i;
     using F = __m512;
+    using for_q2_k = avx512vnni;
     static const int LANES = 16, PARTS = 2, TOKENS = 1;
     static const bool SIGNED8 = false;
     static constexpr int steps(int) { return 1; }
+    static constexpr int prefetch_from(int bits) { return bits == 2 ? 2 : 4; }
 
     static inline I load(const uint8_t * p) {
         I v = _mm512_loadu_si512(p);
-        __asm__ volatile("" : "+v"(v)); // keeps it in a register: compilers load anew for each use, which is slower
+        __asm__ volatile("" : "+v"(v)); // once, and in order (tile.h)
         return v;
     }
     template <int N> static inline I shr(I v) { return _mm512_srli_epi16(v, N); }

@@ -16,6 +16,7 @@ namespace {
 #endif
 
 struct avxvnni : tb_x86_256 {
+    using for_q2_k = tb_narrow<avxvnni>;
     static const int SCALED_FROM = 4;
     static const bool SIGNED8 = false;
     static constexpr int steps(int) { return 1; }

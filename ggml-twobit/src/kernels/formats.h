@@ -75,7 +75,6 @@ template <class V, int BITS, int U, int Z> static TB_INLINE void tb_unpack(const
 
 template <int BITS_> struct tb_residual_format {
     static const int BITS = BITS_, OFFSET = 1 << (BITS - 1), CODES = TB_TILE_ROWS * TB_GROUP / 8 * BITS;
-    static const int PREFETCH_FROM = 4; // tokens: with fewer the hardware's own prefetching is faster
 
     static constexpr int beside(int) { return TB_BLOCK_SCALES; }
 
@@ -94,7 +93,6 @@ template <int BITS_> struct tb_residual_format {
 
 struct tb_q2_0_format {
     static const int BITS = 2, OFFSET = 1, CODES = TB_TILE_ROWS * TB_GROUP / 8 * BITS;
-    static const int PREFETCH_FROM = 2;
 
     static constexpr int beside(int n_groups) { return TB_TILE_ROWS * 2 * n_groups; }
 
@@ -110,7 +108,6 @@ struct tb_q2_0_format {
 struct tb_q2_k_format {
     static const int SCALES = TB_TILE_ROWS * 4, CODES = SCALES + TB_TILE_ROWS * TB_GROUP / 8 * 2; // bytes of a group's scales; of it all
     static const int D = 4 * CODES, DMIN = D + TB_TILE_ROWS * 2; // where they are in the block
-    static const int PREFETCH_FROM = 2;
 
     static constexpr int beside(int) { return TB_TILE_ROWS * 4; }
 

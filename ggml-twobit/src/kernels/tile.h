@@ -15,7 +15,9 @@
 //     set(i), shl32<n>      the same integer in all lanes; shifts of 32-bit lanes
 //     set(f), convert, mul, fma, from_f16, from_i8, load_f, store_f      floats; fma(a, b, c) = a · b + c
 //     prefetch(p)           to L2
+//     prefetch_from(bits)   tokens from which that is faster than leaving it to the hardware
 // and for Q2_K
+//     for_q2_k              V itself, or a V with other PARTS and TOKENS
 //     SCALED_FROM           tokens from which it is faster to multiply codes by their scales before the product, not after it
 //     dot_halves(w, x, scales)           scale0 · Σ w[i] · x[i] + scale1 · Σ w[4 + i] · x[4 + i] / 4, i < 4, w[4 + i] multiples of 4
 //     multiples(scales)     in each lane bytes 0, 1, 2, 3 times its lowest 4 bits
@@ -89,7 +91,7 @@ static __attribute__((noinline)) void tb_block(const uint8_t * block, int n_grou
     const int n = ONE ? 1 : n_tokens;
     alignas(64) float of_first_run[(ONE ? 1 : TB_TOKENS) * TB_TILE_ROWS];
     const uint8_t * codes = block + FORMAT::beside(n_groups);
-    const bool prefetch = n >= FORMAT::PREFETCH_FROM;
+    const bool prefetch = n >= V::prefetch_from(BITS);
     if (prefetch) {
         tb_prefetch<V, FORMAT::beside(4)>(block, 0);
     }
@@ -149,7 +151,7 @@ static __attribute__((noinline)) void tb_block_q2_k(const uint8_t * block, const
     alignas(64) float of_runs[(ONE ? 1 : TB_TOKENS) * TB_TILE_ROWS];
     memset(of_runs, 0, n * TB_TILE_ROWS * sizeof(float));
     const uint8_t * group = block;
-    const bool prefetch = n >= FORMAT::PREFETCH_FROM;
+    const bool prefetch = n >= V::prefetch_from(2);
     for (int g = 0; g < 4; g++) {
         tb_unroll<2>([&](auto half) TB_LAMBDA {
             constexpr int HALF = decltype(half)::value;
@@ -240,11 +242,11 @@ template <class V, class FORMAT> struct tb_tile {
                 tb_block<V, FORMAT, false>(block, n_groups, x, n, y);
             }
         } else if (n == 1) {
-            tb_block_q2_k<V, false, true>(block, x, sums, n, y);
+            tb_block_q2_k<typename V::for_q2_k, false, true>(block, x, sums, n, y);
         } else if (n < V::SCALED_FROM) {
-            tb_block_q2_k<V, false, false>(block, x, sums, n, y);
+            tb_block_q2_k<typename V::for_q2_k, false, false>(block, x, sums, n, y);
         } else {
-            tb_block_q2_k<V, true, false>(block, x, sums, n, y);
+            tb_block_q2_k<typename V::for_q2_k, true, false>(block, x, sums, n, y);
         }
         block += tb_format_block_nbytes<FORMAT>(n_groups);
     }

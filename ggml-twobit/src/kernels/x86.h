@@ -50,13 +50,19 @@ struct tb_x86 {
     }
 };
 
-// 8 rows × 4 columns in a register; of 16 registers 8 hold the codes of 32 columns, 4 the sums of as many tokens
+// 8 rows × 4 columns in a register. The codes of 16 rows × 32 columns would take all 16 of them: some lie in L1, which costs less than
+// fetching the activations anew for each 8 rows. For Q2_K, whose loops need more registers, tb_narrow keeps to 8 rows.
 struct tb_x86_256 : tb_x86 {
     using I = __m256i;
     using F = __m256;
-    static const int LANES = 8, PARTS = 1, TOKENS = 4;
+    static const int LANES = 8, PARTS = 2, TOKENS = 2;
+    static constexpr int prefetch_from(int) { return 12; }
 
-    static inline I load(const uint8_t * p) { return _mm256_loadu_si256((const __m256i *) p); }
+    static inline I load(const uint8_t * p) {
+        I v = _mm256_loadu_si256((const __m256i *) p);
+        __asm__ volatile("" : "+x"(v)); // once, and in order (tile.h)
+        return v;
+    }
     template <int N> static inline I shr(I v) { return _mm256_srli_epi16(v, N); }
     static inline I mask(I v, int bits) { return _mm256_and_si256(v, _mm256_set1_epi8((char) bits)); }
     static inline I or_masked(I a, I v, int bits) { return _mm256_or_si256(a, mask(v, bits)); }
@@ -84,6 +90,10 @@ struct tb_x86_256 : tb_x86 {
     static inline void store_f(float * p, F f) { _mm256_storeu_ps(p, f); }
     static inline F from_f16(const uint8_t * p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)); }
     static inline F from_i8(const uint8_t * p) { return convert(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) p))); }
+};
+
+template <class V> struct tb_narrow : V {
+    static const int PARTS = 1, TOKENS = 4;
 };
 
 } // namespace
