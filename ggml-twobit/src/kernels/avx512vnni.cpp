@@ -20,7 +20,7 @@ struct avx512vnni : tb_x86 {
     static const int LANES = 16, PARTS = 2, TOKENS = 1;
     static const bool SIGNED8 = false;
     static constexpr int steps(int) { return 1; }
-    static constexpr int prefetch_from(int bits) { return bits == 2 ? 2 : 4; }
+    static constexpr int prefetch_from(bool base, bool residual) { return !residual ? 2 : !base ? 4 : 3; }
 
     static inline I load(const uint8_t * p) {
         I v = _mm512_loadu_si512(p);

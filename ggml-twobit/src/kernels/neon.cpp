@@ -18,7 +18,7 @@ struct neon {
     static const int LANES = 4, PARTS = 2, TOKENS = 2;
     static const bool SIGNED8 = true;
     static constexpr int steps(int) { return 4; }
-    static constexpr int prefetch_from(int) { return 12; } // as with AVX2: not measured
+    static constexpr int prefetch_from(bool, bool) { return 12; } // as with AVX2: not measured
 
     static inline I from_u8(uint8x16_t v) { return vreinterpretq_s32_u8(v); }
     static inline uint8x16_t u8(I v) { return vreinterpretq_u8_s32(v); }

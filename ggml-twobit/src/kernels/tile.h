@@ -15,7 +15,7 @@
 //     set(i), shl32<n>      the same integer in all lanes; shifts of 32-bit lanes
 //     set(f), convert, mul, fma, from_f16, from_i8, load_f, store_f      floats; fma(a, b, c) = a · b + c
 //     prefetch(p)           to L2
-//     prefetch_from(bits)   tokens from which that is faster than leaving it to the hardware
+//     prefetch_from(base, residual)      tokens from which that is faster than leaving it to the hardware
 // and for Q2_K
 //     for_q2_k              V itself, or a V with other PARTS and TOKENS
 //     SCALED_FROM           tokens from which it is faster to multiply codes by their scales before the product, not after it
@@ -73,33 +73,36 @@ static TB_INLINE void tb_dot(typename V::I (*sums)[N], const typename V::I (*w)[
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
 
-// The share of `row` in fetching BYTES, which the whole super-tile needs some blocks later, to L2.
-template <class V, int BYTES> static TB_INLINE void tb_prefetch(const uint8_t * p, int row) {
-    constexpr int LINES = BYTES / 64, SETS = TB_TILE_ROWS / (V::PARTS * V::LANES), SHARE = (LINES + SETS - 1) / SETS;
-    p += TB_AHEAD + row / (V::PARTS * V::LANES) * SHARE * 64;
-    tb_unroll<SHARE>([&](auto i) TB_LAMBDA { V::prefetch(p + 64 * i); });
+// fetches what lies TB_AHEAD behind the BYTES at p to L2
+template <class V, int BYTES> static TB_INLINE void tb_prefetch(const uint8_t * p) {
+    tb_unroll<BYTES / 64>([&](auto i) TB_LAMBDA { V::prefetch(p + TB_AHEAD + 64 * i); });
+}
+
+// the whole lines that each of n parts of so many bytes takes
+constexpr int tb_share(int nbytes, int n) {
+    return (nbytes / 64 + n - 1) / n * 64;
 }
 
 // One block of a residual or of Q2_0 times n tokens, added to y (token, 32 rows). x: (column / 32, token). Of each group
 //     y = fma(fma(c1, s1, c0 · s0), scale, y)     c0, c1: sums over its two runs, s0, s1: the activations' scales
 template <class V, class FORMAT, bool ONE>
-static __attribute__((noinline)) void tb_block(const uint8_t * block, int n_groups, const struct tb_run * x, int n_tokens, float * y) {
+static __attribute__((noinline)) void tb_block(const uint8_t * block, int n_groups, const struct tb_run * x, int n_tokens, bool prefetch,
+                                               float * y) {
     using I = typename V::I;
     using F = typename V::F;
-    constexpr int ROWS = V::PARTS * V::LANES, BITS = FORMAT::BITS;
+    constexpr int ROWS = V::PARTS * V::LANES, BITS = FORMAT::BITS, SHARE = tb_share(FORMAT::CODES / 2, TB_TILE_ROWS / ROWS);
     constexpr int OFFSET = BITS == 8 && V::SIGNED8 ? 0 : FORMAT::OFFSET;
     const int n = ONE ? 1 : n_tokens;
     alignas(64) float of_first_run[(ONE ? 1 : TB_TOKENS) * TB_TILE_ROWS];
     const uint8_t * codes = block + FORMAT::beside(n_groups);
-    const bool prefetch = n >= V::prefetch_from(BITS);
     if (prefetch) {
-        tb_prefetch<V, FORMAT::beside(4)>(block, 0);
+        tb_prefetch<V, FORMAT::beside(4)>(block);
     }
     for (int g = 0; g < n_groups; g++) {
         tb_unroll<2>([&](auto half) TB_LAMBDA {
             for (int row = 0; row < TB_TILE_ROWS; row += ROWS) {
                 if (prefetch) {
-                    tb_prefetch<V, FORMAT::CODES / 2>(codes, row);
+                    tb_prefetch<V, SHARE>(codes + row / ROWS * SHARE);
                 }
                 I w[V::PARTS][TB_STEPS];
                 F scale[V::PARTS];
@@ -142,22 +145,22 @@ static __attribute__((noinline)) void tb_block(const uint8_t * block, int n_grou
 //     y = fma(Σ c · s, d, y), the sum a chain of fma over the runs;  y = fma(float(Σ min · sum) · scale of the sums, dmin, y)
 template <class V, bool SCALED, bool ONE>
 static __attribute__((noinline)) void tb_block_q2_k(const uint8_t * block, const struct tb_run * x, const struct tb_sums * x_sums, int n_tokens,
-                                                  float * y) {
+                                                    bool prefetch, float * y) {
     using I = typename V::I;
     using F = typename V::F;
     using FORMAT = tb_q2_k_format;
-    constexpr int ROWS = V::PARTS * V::LANES, BITS = 6; // codes · scales are below 2^6
+    constexpr int ROWS = V::PARTS * V::LANES, SHARE = tb_share(FORMAT::CODES / 2, TB_TILE_ROWS / ROWS);
+    constexpr int BITS = 6; // codes · scales are below 2^6
     const int n = ONE ? 1 : n_tokens;
     alignas(64) float of_runs[(ONE ? 1 : TB_TOKENS) * TB_TILE_ROWS];
     memset(of_runs, 0, n * TB_TILE_ROWS * sizeof(float));
     const uint8_t * group = block;
-    const bool prefetch = n >= V::prefetch_from(2);
     for (int g = 0; g < 4; g++) {
         tb_unroll<2>([&](auto half) TB_LAMBDA {
             constexpr int HALF = decltype(half)::value;
             for (int row = 0; row < TB_TILE_ROWS; row += ROWS) {
                 if (prefetch) {
-                    tb_prefetch<V, FORMAT::CODES / 2>(group + HALF * FORMAT::CODES / 2, row);
+                    tb_prefetch<V, SHARE>(group + HALF * (FORMAT::CODES / 2) + row / ROWS * SHARE);
                 }
                 I w[V::PARTS][TB_STEPS], scales[V::PARTS];
                 tb_unroll<V::PARTS>([&](auto part) TB_LAMBDA {
@@ -198,7 +201,7 @@ static __attribute__((noinline)) void tb_block_q2_k(const uint8_t * block, const
         group += FORMAT::CODES;
     }
     if (prefetch) {
-        tb_prefetch<V, FORMAT::beside(4)>(block + FORMAT::D, 0);
+        tb_prefetch<V, FORMAT::beside(4)>(block + FORMAT::D);
     }
     for (int row = 0; row < TB_TILE_ROWS; row += ROWS) {
         I mins[V::PARTS][TB_STEPS];
@@ -232,21 +235,22 @@ static __attribute__((noinline)) void tb_block_q2_k(const uint8_t * block, const
 // One super-tile times a tile of n tokens, block after block. y: (token, 32 rows), zero before the first block.
 template <class V, class FORMAT> struct tb_tile {
     const uint8_t * block;
+    bool            prefetch;
     float         * y;
 
     TB_INLINE void next(int n_groups, const struct tb_run * x, const struct tb_sums * sums, int n) {
         if constexpr (!std::is_same<FORMAT, tb_q2_k_format>::value) {
             if (n == 1) {
-                tb_block<V, FORMAT, true>(block, n_groups, x, n, y);
+                tb_block<V, FORMAT, true>(block, n_groups, x, n, prefetch, y);
             } else {
-                tb_block<V, FORMAT, false>(block, n_groups, x, n, y);
+                tb_block<V, FORMAT, false>(block, n_groups, x, n, prefetch, y);
             }
         } else if (n == 1) {
-            tb_block_q2_k<typename V::for_q2_k, false, true>(block, x, sums, n, y);
+            tb_block_q2_k<typename V::for_q2_k, false, true>(block, x, sums, n, prefetch, y);
         } else if (n < V::SCALED_FROM) {
-            tb_block_q2_k<typename V::for_q2_k, false, false>(block, x, sums, n, y);
+            tb_block_q2_k<typename V::for_q2_k, false, false>(block, x, sums, n, prefetch, y);
         } else {
-            tb_block_q2_k<typename V::for_q2_k, true, false>(block, x, sums, n, y);
+            tb_block_q2_k<typename V::for_q2_k, true, false>(block, x, sums, n, prefetch, y);
         }
         block += tb_format_block_nbytes<FORMAT>(n_groups);
     }
@@ -284,6 +288,7 @@ static void tb_product(const struct tb_base * b, const struct tb_matrix * m, con
     for (int64_t tile = tile0; tile < tile1; tile++) {
         for (int64_t first = 0; first < acts->n_tokens; first += TB_TOKENS) {
             const int n = (int) tb_tile_width(acts, first);
+            const bool prefetch = n >= V::prefetch_from(HAS_BASE, HAS_RESIDUAL); // both or none: half a stream is the slowest of all
             const struct tb_run  * x    = acts->runs + first * (acts->cols / TB_RUN);
             const struct tb_sums * sums = acts->sums + first * (acts->cols / TB_BLOCK_COLS);
             alignas(64) float of_base[HAS_BASE ? TB_TOKENS * TB_TILE_ROWS : 1];
@@ -294,8 +299,8 @@ static void tb_product(const struct tb_base * b, const struct tb_matrix * m, con
             if (HAS_RESIDUAL) {
                 memset(of_residual, 0, n * TB_TILE_ROWS * sizeof(float));
             }
-            tb_tile<V, B> base = { HAS_BASE ? b->data + tile * tb_format_tile_nbytes<B>(acts->cols) : NULL, of_base };
-            tb_tile<V, R> residual = { HAS_RESIDUAL ? m->data + tile * tb_format_tile_nbytes<R>(acts->cols) : NULL, of_residual };
+            tb_tile<V, B> base = { HAS_BASE ? b->data + tile * tb_format_tile_nbytes<B>(acts->cols) : NULL, prefetch, of_base };
+            tb_tile<V, R> residual = { HAS_RESIDUAL ? m->data + tile * tb_format_tile_nbytes<R>(acts->cols) : NULL, prefetch, of_residual };
             for (int64_t col = 0; col < acts->cols; col += TB_BLOCK_COLS) {
                 const int n_groups = acts->cols - col < TB_BLOCK_COLS ? (int) (acts->cols - col) / TB_GROUP : TB_BLOCK_COLS / TB_GROUP;
                 if constexpr (HAS_BASE) {

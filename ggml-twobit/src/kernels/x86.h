@@ -56,7 +56,7 @@ struct tb_x86_256 : tb_x86 {
     using I = __m256i;
     using F = __m256;
     static const int LANES = 8, PARTS = 2, TOKENS = 2;
-    static constexpr int prefetch_from(int) { return 12; }
+    static constexpr int prefetch_from(bool, bool) { return 12; }
 
     static inline I load(const uint8_t * p) {
         I v = _mm256_loadu_si256((const __m256i *) p);
