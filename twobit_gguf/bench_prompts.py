@@ -73,9 +73,11 @@ def prepare(prompts: list[Prompt], model: Path, *, chat: bool = True, context_te
         TwobitError: the text is too short, or llama.cpp cannot read the model.
     """
     import llama_cpp
+    from llama_cpp._utils import suppress_stdout_stderr
 
     try:
-        vocabulary = llama_cpp.Llama(str(model), vocab_only=True, verbose=False)
+        with suppress_stdout_stderr(disable=False):  # a warning that a model without weights was trained on no context
+            vocabulary = llama_cpp.Llama(str(model), vocab_only=True, verbose=False)
     except ValueError as error:
         raise TwobitError(f"{model}: {error}") from None
     try:
