@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 from twobit_gguf import Llama, SpeculationOptions, TwobitError, bench_overhead, plugin
+from twobit_gguf.speculative import memory
 from twobit_gguf.speculative.acceptance import Acceptance
 from twobit_gguf.speculative.candidates import top_candidates
-from twobit_gguf.speculative.costs import KNOTS, Costs, Rate, load, save
+from twobit_gguf.speculative.costs import KNOTS, Costs, Probes, Rate
 from twobit_gguf.speculative.engine import _sequences
 from twobit_gguf.speculative.tree import ROOT, Candidate, DraftTree
 from twobit_gguf.speculative.worth import MeasuredWorth
@@ -315,7 +317,8 @@ def n_cells_bytes(model: Llama) -> int:
 def test_drafting_that_does_not_pay_stops(tiny: Callable[..., Llama]) -> None:
     model = tiny(speculation=SpeculationOptions(shape="comb"))
     engine = model._engine()
-    engine.costs = Costs(1.0, [1.0] * len(KNOTS))  # a draft pass as dear as a verification
+    engine.costs = Costs(1e-9, [1e-9] * len(KNOTS))  # a draft pass as dear as a verification
+    engine.costs.saw_draft = engine.costs.saw_verify = lambda *_: None  # type: ignore[method-assign]
     greedy(model, "in the", 150)
     assert model.speculation_stats.plain_steps > 120
 
@@ -332,8 +335,10 @@ def test_drafting_that_is_free_goes_deep(tiny: Callable[..., Llama]) -> None:
 def test_costs_are_measured_once_and_kept(tiny: Callable[..., Llama], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, second = tiny(), tiny()
-    greedy(first, "in the", 5)
-    assert first.speculation_stats.seconds["measure"] > 0 and list((tmp_path / "twobit").iterdir())
+    list(itertools.islice(first.generate(first.tokenize(b"in the"), temp=0.0), 60))
+    assert first.speculation_stats.seconds["measure"] > 0
+    gc.collect()  # ends the generator, which keeps what it has learnt
+    assert list((tmp_path / "twobit").iterdir())
     greedy(second, "in the", 5)
     assert second.speculation_stats.seconds["measure"] == 0
     assert second.speculation_costs is not None
@@ -345,23 +350,93 @@ def test_costs_are_measured_once_and_kept(tiny: Callable[..., Llama], tmp_path: 
 def test_costs() -> None:
     costs = Costs(0.3, [1.0, 1.1, 1.2, 1.4, 2.0, 4.0])
     assert costs.verify(1) == 1.0 and costs.verify(3) == pytest.approx(1.15) and costs.verify(33) > 4.0
-    assert [costs.widths()[n] for n in (1, 3, 33)] == [costs.verify(n) for n in (1, 3, 33)]
+    assert [costs.widths()[n] for n in (2, 4, 8, 16, 32)] == pytest.approx([1.1, 1.2, 1.4, 2.0, 4.0])
     for _ in range(200):
         costs.saw_verify(8, 2.8)
     assert costs.verify(8) == costs.widths()[8] == pytest.approx(2.8, rel=0.01)
-    with pytest.raises(ValueError, match="positive"):
-        Costs(0.3, [1.0] * 5 + [0.0])
+    for wrong in ([1.0] * 5 + [0.0], [1.0] * 7, []):
+        with pytest.raises(ValueError, match="positive"):
+            Costs(0.3, wrong)
 
 
-def test_cost_cache_survives_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_beyond_the_measured_widths() -> None:
+    """Twice as much for twice as many tokens, until they have been seen."""
+    costs = Costs(0.4, [1.0, 1.2, 1.4])
+    assert [costs.verify(n) for n in (4, 8, 16, 32)] == pytest.approx([1.4, 2.8, 5.6, 11.2])
+    costs.saw_verify(7, 1.5)
+    assert costs.verify(16) == pytest.approx(2 * costs.verify(8)) and costs.verify(16) < 4.0
+    for _ in range(6):
+        costs.saw_verify(14, 1.6)
+    assert costs.verify(14) == pytest.approx(1.6, rel=0.1)
+
+
+@pytest.mark.parametrize("busy", [3.0, 0.4])
+def test_costs_of_a_busy_machine_are_soon_forgotten(busy: float) -> None:
+    """All measured at once, so all wrong alike; then a run that takes widths by turns, as they come."""
+    true = Costs(0.4, [1.0, 1.2, 1.4, 2.2, 3.8, 7.0])
+    costs = Costs(0.4 * busy, [value * busy for value in (1.0, 1.2, 1.4, 2.2)])
+    for width in (5, 1, 3, 7) * 8:
+        costs.saw_verify(width, true.verify(width))
+        costs.saw_draft(true.draft)
+    for width in (1, 2, 3, 4, 5, 6, 7, 8):
+        assert costs.verify(width) == pytest.approx(true.verify(width), rel=0.2)
+    assert costs.draft == pytest.approx(true.draft, rel=0.25)
+
+
+def test_one_bad_measurement_does_not_stop_drafting(tiny: Callable[..., Llama]) -> None:
+    """A draft pass that was said to take as long as three tokens is tried nevertheless, and seen."""
+    model = tiny(speculation=SpeculationOptions())
+    engine = model._engine()
+    engine.costs = Costs(0.3, [0.1, 0.11, 0.12, 0.16, 0.3, 0.6])
+    engine.costs.saw_verify = lambda *_: None  # type: ignore[method-assign]
+    greedy(model, "in the", 80)
+    assert model.speculation_stats.draft_passes > 0 and engine.costs.draft < 0.25
+
+
+def test_probes() -> None:
+    probes = Probes()
+    waits = []
+    for _ in range(3):
+        waits.append(0)
+        while not probes.due:
+            waits[-1] += 1
+            probes.saw_plain()
+        probes.saw_draft(1, 2.0, 1.0)
+        assert probes.due  # two in a row
+        probes.saw_draft(1, 2.0, 1.0)
+    assert waits == [64, 128, 256]
+    for _ in range(512):
+        assert not probes.due
+        probes.saw_plain()
+    for _ in range(10):  # it goes on while it pays
+        assert probes.due
+        probes.saw_draft(3, 2.0, 1.0)
+    probes.new_text()
+    for _ in range(2):
+        assert not probes.due
+        probes.saw_plain()
+    assert probes.due
+
+
+def test_what_was_learnt_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert load("key") is None
-    save("key", Costs(0.5, range(1, 7)))
-    loaded = load("key")
+    assert memory.load("key", Acceptance()) is None
+    learnt = Acceptance()
+    for _ in range(100):
+        learnt.observe(0, 0.9, False)
+    memory.save("key", Costs(0.5, range(1, 7)), learnt)
+    acceptance = Acceptance()
+    loaded = memory.load("key", acceptance)
     assert loaded is not None and loaded.draft == 0.5 and loaded.verify(32) == 6
+    assert acceptance.chance(0, 0.9) < 0.3 and acceptance.mean_top == learnt.mean_top < 0.2
+    for _ in range(40):
+        acceptance.observe(0, 0.9, True)
+    assert acceptance.chance(0, 0.9) > 0.6  # and it does not insist on it
+    assert memory.load("another key", acceptance) is None
     (file,) = (tmp_path / "twobit").iterdir()
-    file.write_text('{"key": "key", "draft": "x"')
-    assert load("key") is None
+    for garbage in ('{"key": "key", "draft": "x"', '{"key": "key", "draft": 1, "verify": [1, 2, 3, 4, 5, 6]}', "[]", "null"):
+        file.write_text(garbage)
+        assert memory.load("key", Acceptance()) is None
 
 
 def test_rate_pauses_and_comes_back() -> None:

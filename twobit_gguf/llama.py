@@ -296,6 +296,7 @@ class Llama(llama_cpp.Llama):
         """Goes on behind `token`, which has been drawn and not yet evaluated."""
         engine, stats, sampler = self._engine(), self._engine().stats, self._sampler
         assert sampler is not None
+        engine.new_text()
         roots = [token]
         try:
             while True:
@@ -322,6 +323,7 @@ class Llama(llama_cpp.Llama):
                 roots = [*again, token]
         finally:
             self._settle()
+            engine.remember()
 
     def _append(self, token: int) -> None:
         self.input_ids[self.n_tokens] = token

@@ -6,10 +6,13 @@ outcomes are counted in bins of p, one row for the draft's favourite and one for
 
 from __future__ import annotations
 
+from typing import Any
+
 _BINS = 12
 _PRIOR = 6.0  # the prior's weight in outcomes
 _MEAN_TOP = 0.8  # before anything was seen
 _MEMORY = 400.0  # outcomes after which a bin starts to forget: text and temperature change
+_CARRIED = 20.0  # outcomes that a bin keeps from another run
 
 
 class Acceptance:
@@ -42,6 +45,24 @@ class Acceptance:
             self._n_top += 1
             self.mean_top += (followed - self.mean_top) * max(0.02, 1 / (self._n_top + 4))
 
-    def rest(self) -> None:
-        """A step without a draft: a bad stretch is slowly forgotten, so that drafting gets another chance."""
-        self.mean_top += (_MEAN_TOP - self.mean_top) * 0.002
+    def to_json(self) -> dict[str, object]:
+        """For another run."""
+        return {"mean_top": self.mean_top, "trials": self._trials, "hits": self._hits}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Begins with what another run learnt; a little of its weight is left, since its text was another.
+
+        Raises:
+            ValueError, KeyError, TypeError: data is not what to_json gives.
+        """
+        mean, trials, hits = float(data["mean_top"]), data["trials"], data["hits"]
+        if [len(row) for row in (*trials, *hits)] != [_BINS] * 4 or not 0 <= mean <= 1:
+            raise ValueError("not an acceptance")
+        for row in range(2):
+            for cell in range(_BINS):
+                n = float(trials[row][cell])
+                weight = min(n, _CARRIED) / n if n > 0 else 0.0
+                self._trials[row][cell] = n * weight
+                self._hits[row][cell] = min(float(hits[row][cell]), n) * weight
+        self.mean_top = mean
+        self._n_top = int(_CARRIED)

@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 
 KNOTS = (1, 2, 4, 8, 16, 32)  # widths of a verification that are measured; straight lines between them
 
 
 class Costs:
-    """Seconds of one draft pass and of one verification of 1…32 tokens; follows what the run sees."""
+    """Seconds of one draft pass and of one verification of 1…32 tokens; follows what the run sees.
+
+    Args:
+        draft: seconds of a draft pass.
+        verify: of verifications of the first widths of KNOTS. A wider one is taken to cost twice as much as half its width does, which is
+            the worst there is, until it has been seen.
+    """
 
     def __init__(self, draft: float, verify: Iterable[float]) -> None:
         self.draft = draft
         self._verify = list(verify)
-        self._table: list[float] = []  # verify(0), verify(1), …
-        if len(self._verify) != len(KNOTS) or not all(value > 0 for value in (draft, *self._verify)):
-            raise ValueError("costs are positive seconds, one for each width measured")
+        if not 1 <= len(self._verify) <= len(KNOTS) or not all(value > 0 for value in (draft, *self._verify)):
+            raise ValueError("costs are positive seconds, one for each width")
+        self._n_single = 0
+        self._n_seen = [float(i < len(self._verify)) for i in range(len(KNOTS))]
+        self._verify += [0.0] * (len(KNOTS) - len(self._verify))
+        self._table: list[float] = []
+        self._extrapolate()
+
+    def _extrapolate(self) -> None:
+        for i in range(1, len(KNOTS)):
+            if not self._n_seen[i]:
+                self._verify[i] = 2 * self._verify[i - 1]
+        self._table = []
 
     def widths(self) -> list[float]:
-        """Seconds of verifications: [n] is that of n tokens, up to twice the widest measured."""
+        """Seconds of verifications: [n] is that of n tokens, up to twice the widest knot."""
         if not self._table:
-            self._table = [self.verify(n) for n in range(2 * KNOTS[-1] + 1)]
+            table = [0.0]
+            for i in range(1, len(KNOTS)):
+                left, right = KNOTS[i - 1], KNOTS[i]
+                slope = (self._verify[i] - self._verify[i - 1]) / (right - left)
+                end = right if i + 1 < len(KNOTS) else 2 * right + 1
+                table += [self._verify[i - 1] + slope * n for n in range(end - left)]
+            self._table = table
         return self._table
 
     def verify(self, n_tokens: int) -> float:
         """Seconds that verifying n_tokens takes."""
-        for i in range(1, len(KNOTS)):
-            left, right = KNOTS[i - 1], KNOTS[i]
-            if n_tokens <= right or i == len(KNOTS) - 1:
-                share = (n_tokens - left) / (right - left)
-                return self._verify[i - 1] + share * (self._verify[i] - self._verify[i - 1])
-        raise AssertionError("unreachable: the last knot always returns")
+        return self.widths()[n_tokens]
 
     def saw_draft(self, seconds: float) -> None:
         """One draft pass took this long."""
-        self.draft += 0.05 * (min(seconds, 4 * self.draft) - self.draft)
+        self.draft += 0.1 * (min(seconds, 4 * self.draft) - self.draft)
 
     def saw_verify(self, n_tokens: int, seconds: float) -> None:
-        """One verification took this long; the knots beside its width follow it, the others at half the pace."""
-        expected = self.verify(n_tokens)
-        self._table = []
-        ratio = min(max(seconds / expected, 0.25), 4.0)
+        """One verification took this long.
+
+        A single token tells how busy the machine is now: everything follows it, the draft too, quickly at first, since all was measured at
+        one moment. More tokens tell what their width costs: the knots beside it follow, faster while they have been seen seldom.
+        """
+        ratio = min(max(seconds / self.verify(n_tokens), 0.25), 4.0)
+        common = 0.05
+        if n_tokens == 1:
+            common = max(0.1, 1 / (2 + self._n_single))
+            self._n_single += 1
         for i, knot in enumerate(KNOTS):
             left = KNOTS[i - 1] if i else 0
             right = KNOTS[i + 1] if i + 1 < len(KNOTS) else 1 << 30
-            step = 0.1 if left < n_tokens < right or knot == n_tokens else 0.05
-            self._verify[i] *= 1 + step * (ratio - 1)
+            pace = common
+            if n_tokens > 1 and (left < n_tokens < right or knot == n_tokens):
+                pace = max(0.2, 1 / (1 + self._n_seen[i]))
+                self._n_seen[i] += 1
+            self._verify[i] *= ratio**pace
+        self.draft *= ratio**common
+        self._extrapolate()
+
+    def to_json(self) -> dict[str, object]:
+        """Seconds, for another run."""
+        return {"draft": self.draft, "verify": self._verify}
 
     def to_dict(self) -> dict[str, object]:
         """Milliseconds, for people and --json."""
@@ -59,32 +85,6 @@ class Costs:
             "draft_ms": round(self.draft * 1e3, 4),
             "verify_ms": {str(knot): round(value * 1e3, 4) for knot, value in zip(KNOTS, self._verify, strict=True)},
         }
-
-
-def _cache_file(key: str) -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "twobit" / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-
-def load(key: str) -> Costs | None:
-    """The costs measured for `key` (model, device, threads, machine) in an earlier run."""
-    try:
-        data = json.loads(_cache_file(key).read_text(encoding="utf-8"))
-        if data["key"] == key:
-            return Costs(float(data["draft"]), [float(value) for value in data["verify"]])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # no cache, or one of another version: measure again
-    return None
-
-
-def save(key: str, costs: Costs) -> None:
-    """Keeps the costs for the next run; a cache that cannot be written is no error."""
-    path = _cache_file(key)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump({"key": key, "draft": costs.draft, "verify": costs._verify}, file)
-        os.replace(file.name, path)
 
 
 class Rate:
@@ -98,11 +98,14 @@ class Rate:
     _MARGIN = 0.97  # of plain decoding's rate: less than this is slower, not noise
     _PAUSE = 24  # tokens of the first pause
     _LONGEST = 1024
+    _CLOSE = 1.25  # of plain decoding's rate: up to here it is worth to know that well,
+    _ANCHOR = 24  # and one step in so many is plain
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
         self._steps = 0
+        self._close = False
         self._pause = self._PAUSE
         self._paused = 0
 
@@ -112,6 +115,9 @@ class Rate:
 
     def should_speculate(self) -> bool:
         """Counts one step of a pause if there is one."""
+        if self._paused == 0 and self._close and self._steps % self._ANCHOR == self._ANCHOR - 1:
+            self._steps += 1
+            return False
         if self._paused == 0:
             return True
         self._paused -= 1
@@ -124,6 +130,7 @@ class Rate:
         self._steps += 1
         if self._steps < self._TRIAL:
             return
+        self._close = self.speculative() < self._CLOSE * plain
         if self.speculative() < self._MARGIN * plain:
             self._paused = self._pause
             self._pause = min(2 * self._pause, self._LONGEST)
@@ -131,3 +138,48 @@ class Rate:
             self._steps = 0
         elif self._steps > 4 * self._TRIAL:
             self._pause = self._PAUSE
+
+
+class Probes:
+    """Drafts that are made although they seem not to pay, or one bad measurement or one bad stretch of text would end drafting forever.
+
+    Two in a row behind the beginning of a text and after 64 plain steps, and more while they pay; then after twice as many plain steps
+    each time, until drafting pays.
+    """
+
+    NODES = 3
+    _STEPS = 2
+    _FIRST = 64
+    _LONGEST = 1024
+
+    def __init__(self) -> None:
+        self._wait = self._FIRST
+        self._plain = 0
+        self._steps: list[tuple[int, float]] = []  # tokens and seconds of the probe's
+
+    @property
+    def due(self) -> bool:
+        """Whether to draft NODES tokens now, whatever they are worth."""
+        return self._plain >= self._wait
+
+    def new_text(self) -> None:
+        """Another text, of which nothing is known."""
+        self._wait = self._FIRST
+        self._plain = self._FIRST - 2
+        self._steps.clear()
+
+    def saw_plain(self) -> None:
+        """One step without a draft."""
+        self._plain += 1
+
+    def saw_draft(self, tokens: int, seconds: float, plain: float) -> None:
+        """One step with a draft made this many tokens in this time; plain: tokens a second of plain decoding."""
+        if not self.due:
+            self._plain, self._wait = 0, self._FIRST
+            return
+        self._steps.append((tokens, seconds))
+        if len(self._steps) == self._STEPS:
+            if sum(t for t, _ in self._steps) < plain * sum(s for _, s in self._steps):
+                self._plain = 0
+                self._wait = min(2 * self._wait, self._LONGEST)
+            self._steps.clear()

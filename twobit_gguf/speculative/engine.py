@@ -10,7 +10,6 @@ is decoded again as one of the next step's roots. So is all of a step that a rec
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,17 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import plugin
-from . import costs as costs_
+from . import memory
 from .acceptance import Acceptance
 from .cells import Batch, Cells, DecodeError
-from .costs import KNOTS, Costs, Rate
+from .costs import Costs, Probes, Rate
 from .lookup import PromptLookup
 from .options import MAX_WIDTH, SpeculationOptions
 from .shapes import BaseDraft
 from .states import StateCells
 from .stats import SpeculationStats
 from .tree import ROOT, DraftTree
-from .worth import FixedWorth, MeasuredWorth, Worth
+from .worth import FixedWorth, MeasuredWorth, ProbeWorth, Worth
 
 
 class Source(Protocol):
@@ -72,6 +71,8 @@ class Step:
         return self.rows[self.node] if self.node != ROOT else len(self.roots) - 1
 
 
+_MEASURED = 4  # tokens of the verification that is timed before the first step, beside one of a single token
+_WORTH_KEEPING = 16  # steps
 _MOST_ROOTS = 6  # tokens that a recurrent memory has to decode again: with more a step drafts nothing, and so keeps them
 
 
@@ -112,10 +113,16 @@ class Speculator:
         self._batch = Batch(self._widest, options.n_seq)
         self._costs_key = costs_key
         self._rate = Rate()
+        self._probes = Probes()
         self._base = BaseDraft(self._cells, Acceptance(), options, is_end)
         self._lookup = PromptLookup(options.lookup, history) if options.lookup else None
         self._step: Step | None = None
+        self._n_new = 0  # steps since remember() kept what was learnt
         self.n_settled = 0  # positions of sequence 0 after the last settle()
+
+    def new_text(self) -> None:
+        """The next step is the first of another text."""
+        self._probes.new_text()
 
     # ---- a step ----
 
@@ -126,26 +133,23 @@ class Speculator:
             DecodeError: the context is full, or llama.cpp fails.
         """
         self.settle()
-        if self.options.adaptive and self.costs is None:
-            self._cells.mark(n_past)
-            self._measure(roots, n_past)
-        begin = time.perf_counter()
         room = min(self._widest, self._n_ctx - n_past) - len(roots)
-        self._base.pass_seconds.clear()
-        tree, acceptance = DraftTree(), self._base.acceptance
         if not self._cells.goes_back and len(roots) > _MOST_ROOTS:
             room = 0
+        if self.options.adaptive and self.costs is None and not self._measure(roots, n_past):
+            room = 0
+        begin = time.perf_counter()
+        self._base.pass_seconds.clear()
+        tree, acceptance = DraftTree(), self._base.acceptance
         if room > 0 and (not self.options.adaptive or self._rate.should_speculate()):
-            self._cells.mark(n_past)
             tree, acceptance = self._draft(roots, n_past, room)
         drafted = time.perf_counter()
         step = self._verify(tree, acceptance, roots, n_past)
         verified = time.perf_counter()
 
+        self._n_new += 1
         step.seconds = verified - begin
         step.speculative = len(tree) > 0 or len(self._base.pass_seconds) > 0
-        if not step.speculative:
-            self._base.acceptance.rest()
         if self.costs is not None:
             for seconds in self._base.pass_seconds:
                 self.costs.saw_draft(seconds)
@@ -196,9 +200,16 @@ class Speculator:
         for seq in range(1, step.n_sequences):
             self._cells.remove(seq, step.n_past)
         self._cells.check(self.n_settled)
-        if self.costs is not None and step.speculative and step.over:
-            self._rate.saw_step(step.n_sampled, step.seconds, 1 / self.costs.verify(1))
+        if self.costs is not None and step.over:
+            self._learn(step, 1 / self.costs.verify(1))
         return again
+
+    def _learn(self, step: Step, plain: float) -> None:
+        if step.speculative:
+            self._rate.saw_step(step.n_sampled, step.seconds, plain)
+            self._probes.saw_draft(step.n_sampled, step.seconds, plain)
+        else:
+            self._probes.saw_plain()
 
     @property
     def is_open(self) -> bool:
@@ -229,13 +240,19 @@ class Speculator:
     # ---- parts ----
 
     def _draft(self, roots: Sequence[int], n_past: int, room: int) -> tuple[DraftTree, Acceptance]:
+        worth: Worth = ProbeWorth(len(roots) + Probes.NODES)
+        if self.costs is None or not self._probes.due:
+            worth = self._worth(self._base.acceptance)
+        if self._lookup is None and not worth.draft_pass(1.0, len(roots)):
+            return DraftTree(), self._base.acceptance
+        self._cells.mark(n_past)
         if self._lookup is not None:
             tree = DraftTree()
             self._lookup.grow(tree, roots, n_past, min(room, self.options.max_nodes), self._worth(self._lookup.acceptance))
             if sum(tree.chances) >= 1.0:  # free, but it takes the place of what the base would find
                 return tree, self._lookup.acceptance
         tree = DraftTree()
-        self._base.grow(tree, roots, n_past, room, self._worth(self._base.acceptance))
+        self._base.grow(tree, roots, n_past, room, worth)
         return tree, self._base.acceptance
 
     def _worth(self, acceptance: Acceptance) -> Worth:
@@ -274,29 +291,30 @@ class Speculator:
         for seq in range(step.n_sequences):
             self._cells.remove(seq, step.n_past)
 
-    def _measure(self, roots: Sequence[int], n_past: int) -> None:
-        """Costs from the cache, or measured on cells that are thrown away: each width three times, between draft passes as in real use."""
-        self.costs = costs_.load(self._costs_key)
+    def _measure(self, roots: Sequence[int], n_past: int) -> bool:
+        """Costs from an earlier run, or measured on cells that are thrown away: a draft pass and verifications of one and of four tokens,
+        twice in turns. That takes as long as some five tokens; the steps to come correct it. False: there is no room for it.
+        """
+        self.costs = memory.load(self._costs_key, self._base.acceptance)
         if self.costs is not None:
-            return
+            return True
+        if self._widest < _MEASURED or self._n_ctx - n_past < _MEASURED:
+            return False
         begin = time.perf_counter()
-        widest = min(self._widest, self._n_ctx - n_past)
-        token = roots[-1]
-        drafts: list[float] = []
-        verifies: list[float] = []
-        for width in KNOTS:
-            if width > widest:  # a straight line from the widest that there was room for
-                verifies.append(verifies[-1] + max(verifies[-1] - (verifies[-2] if len(verifies) > 1 else 0.0), 1e-9))
-                continue
-            times = []
-            for _ in range(3):
-                drafts.append(self._time("draft", token, 1, n_past))
-                times.append(self._time("full", token, width, n_past))
-            verifies.append(max([statistics.median(times), *verifies[-1:]]))  # more tokens never take less time: noise
-        self.costs = Costs(statistics.median(drafts), verifies)
+        self._cells.mark(n_past)
+        tasks = (("draft", 1), ("full", 1), ("full", _MEASURED))
+        times = [[self._time(mode, roots[-1], width, n_past) for mode, width in tasks] for _ in range(2)]
+        draft, one, several = (min(both) for both in zip(*times, strict=True))
+        several = max(several, one)  # more tokens never take less time: noise
+        self.costs = Costs(draft, (one, one + (several - one) / (_MEASURED - 1), several))
         self.stats.seconds["measure"] += time.perf_counter() - begin
-        if widest == MAX_WIDTH:
-            costs_.save(self._costs_key, self.costs)
+        return True
+
+    def remember(self) -> None:
+        """Keeps what was learnt for the next run, if that has become more."""
+        if self.costs is not None and self._n_new >= _WORTH_KEEPING:
+            self._n_new = 0
+            memory.save(self._costs_key, self.costs, self._base.acceptance)
 
     def _time(self, mode: str, token: int, width: int, n_past: int) -> float:
         begin = time.perf_counter()

@@ -67,3 +67,16 @@ class FixedWorth:
 
     def node(self, chance: float, width: int) -> bool:
         return chance >= self._leaf
+
+
+class ProbeWorth:
+    """A few tokens behind each other, to see what they are worth."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def draft_pass(self, chance: float, width: int) -> bool:
+        return width < self._width
+
+    def node(self, chance: float, width: int) -> bool:
+        return width < self._width
