@@ -149,6 +149,7 @@ class Probes:
 
     NODES = 3
     _STEPS = 2
+    _SOON = 2
     _FIRST = 64
     _LONGEST = 1024
 
@@ -164,8 +165,7 @@ class Probes:
 
     def new_text(self) -> None:
         """Another text, of which nothing is known."""
-        self._wait = self._FIRST
-        self._plain = self._FIRST - 2
+        self._wait, self._plain = self._SOON, 0
         self._steps.clear()
 
     def saw_plain(self) -> None:
@@ -181,5 +181,5 @@ class Probes:
         if len(self._steps) == self._STEPS:
             if sum(t for t, _ in self._steps) < plain * sum(s for _, s in self._steps):
                 self._plain = 0
-                self._wait = min(2 * self._wait, self._LONGEST)
+                self._wait = max(self._FIRST, min(2 * self._wait, self._LONGEST))
             self._steps.clear()
