@@ -18,6 +18,7 @@ from typing import Any
 
 from . import _native
 from .errors import TwobitError
+from .plotting import require
 
 CONTESTANTS = ("read", "R4", "R5", "R6", "R8", "base Q2_K", "base Q2_0", "base Q2_K+R6", "base Q2_0+R6",
                "Q8_0", "Q6_K", "Q2_K", "Q2_K repacked", "Q2_0")  # fmt: skip
@@ -107,11 +108,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     Raises:
         TwobitError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise TwobitError("--plot needs matplotlib: pip install 'twobit-gguf[plot]'") from None
-    matplotlib.use("Agg")
+    require(path)
     from matplotlib import pyplot
 
     threads = sorted({s["threads"] for s in result["series"]})
@@ -194,6 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.kernel:
         arguments.append(f"--kernel={options.kernel}")
     try:
+        if options.plot:
+            require(options.plot)
         result = measure([part for argument in arguments for part in argument.split("=", 1)])
         print(json.dumps(result) if options.json else render(result))
         if options.plot:

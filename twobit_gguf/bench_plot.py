@@ -1,4 +1,4 @@
-"""Plots of the benchmarks of whole texts. matplotlib is optional: pip install 'twobit-gguf[plot]'."""
+"""Plots of the benchmarks of whole texts."""
 
 from __future__ import annotations
 
@@ -6,20 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .bench_texts import PHASES
-from .errors import TwobitError
-
-
-def require(path: Path) -> None:
-    """Called before anything is measured.
-
-    Raises:
-        TwobitError: matplotlib is missing.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise TwobitError(f"{path}: plots need matplotlib; pip install 'twobit-gguf[plot]'") from None
-    matplotlib.use("Agg")
+from .plotting import require
 
 
 def texts(result: dict[str, Any], path: Path) -> None:

@@ -79,10 +79,10 @@ def _decode(argv: Sequence[str]) -> int:
         print(json.dumps(single, indent=2) if args.json else bench_decode.render(single))
         return 0
 
-    from . import bench_plot, bench_texts
+    from . import bench_plot, bench_texts, plotting
 
     if args.plot:
-        bench_plot.require(args.plot)
+        plotting.require(args.plot)
     texts = bench_texts.Texts(_prompts(args), args.tokens, args.temp, args.shapes, _llama_speculative(args))
     with _bar(len(texts.prompts) * len(args.temp), "prompt") as bar:
         result = bench_texts.measure(_settings(args), texts, args.json_out, bar.update)

@@ -24,6 +24,7 @@ from .. import format
 from .._native import NativeError
 from ..errors import TwobitError
 from ..llama import Llama, Mode
+from ..plotting import require
 from . import acceptance
 from .divergence import Divergence, log_softmax
 from .expand import base_bits, quantize_stock, ram_bits, write_f16
@@ -138,11 +139,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     Raises:
         TwobitError: matplotlib is missing.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise TwobitError(f"{path}: plots need matplotlib; pip install 'twobit-gguf[plot]'") from None
-    matplotlib.use("Agg")
+    require(path)
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
@@ -189,6 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated run takes its temporary files along, too
     try:
+        if args.plot:
+            require(args.plot)
         result = evaluate(args)
         if args.plot:
             plot(result, args.plot)
