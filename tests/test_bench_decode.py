@@ -120,6 +120,7 @@ def test_prompts(tiny_gguf: Callable[[str], Path], smollm2_gguf: Path, tmp_path:
     assert [prompt.kind for prompt in builtin] == ["code"] * 12 + ["prose"] * 12
     assert len({prompt.text for prompt in builtin}) == 24
     assert [prompt.kind for prompt in bench_prompts.first(builtin, 2)] == ["code", "code", "prose", "prose"]
+    assert bench_prompts.in_turn(builtin)[:4] == [0, 12, 1, 13] and sorted(bench_prompts.in_turn(builtin)) == list(range(24))
 
     chat = bench_prompts.prepare(builtin[:1], smollm2_gguf)[0]
     assert "<|im_start|>user\n" + builtin[0].text.strip() in chat.text and chat.text.endswith("<|im_start|>assistant\n")

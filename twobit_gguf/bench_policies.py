@@ -21,7 +21,7 @@ import numpy as np
 from . import bench_decode, plugin
 from .bench_decode import Settings
 from .bench_kernels import cpu_name
-from .bench_prompts import Prompt
+from .bench_prompts import Prompt, in_turn
 from .bench_reference import SAMPLING
 from .bench_saved import Saved
 from .calibration.divergence import mean
@@ -107,7 +107,7 @@ def measure(settings: Settings, texts: Texts, output: Path | None = None, progre
     todo = [
         (temperature, index)
         for temperature in texts.temperatures
-        for index in range(len(texts.prompts))
+        for index in in_turn(texts.prompts)
         if not saved.has(what="texts", temperature=temperature, prompt=index) or progress()
     ]
     if todo:

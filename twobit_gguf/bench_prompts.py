@@ -62,6 +62,16 @@ def first(prompts: list[Prompt], count: int | None) -> list[Prompt]:
     return chosen
 
 
+def in_turn(prompts: list[Prompt]) -> list[int]:
+    """Their indices, the kinds by turns: a benchmark that is interrupted has seen each."""
+    seen: dict[str, int] = {}
+    turns = []
+    for index, prompt in enumerate(prompts):
+        seen[prompt.kind] = seen.get(prompt.kind, 0) + 1
+        turns.append((seen[prompt.kind], index))
+    return [index for _, index in sorted(turns)]
+
+
 def prepare(prompts: list[Prompt], model: Path, *, chat: bool = True, context_text: Path | None = None, context: int = 0) -> list[Prompt]:
     """The prompts as `model` is to read them.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .bench_decode import Settings
 from .bench_kernels import cpu_name
-from .bench_prompts import Prompt
+from .bench_prompts import Prompt, in_turn
 from .bench_reference import LlamaSpeculative, Reference, generate
 from .bench_saved import Saved
 from .errors import TwobitError
@@ -45,7 +45,7 @@ def measure(settings: Settings, texts: Texts, output: Path | None = None, progre
     todo = [
         (temperature, index)
         for temperature in texts.temperatures
-        for index in range(len(texts.prompts))
+        for index in in_turn(texts.prompts)
         if not saved.has(temperature=temperature, prompt=index) or progress()
     ]
     if todo:
