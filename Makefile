@@ -1,4 +1,4 @@
-# make demo: install, convert SmolLM2, generate in three modes, print the table.   make test: all tests.
+# make demo: install, convert SmolLM2, calibrate, generate in each mode, print the table.   make test: all tests.
 
 PYTHON ?= python3
 BIN    := .venv/bin
@@ -7,7 +7,7 @@ TOOLS  := PATH="$(CURDIR)/$(BIN):$$PATH"
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 PLUGIN_SOURCES  := $(shell find CMakeLists.txt ggml-twobit -type f)
-PACKAGE_SOURCES := $(shell find twobit_gguf -name '*.py') pyproject.toml
+PACKAGE_SOURCES := $(shell find twobit_gguf -name '*.py' -o -name '*.json') pyproject.toml
 
 .PHONY: demo test build lint asan clean
 
