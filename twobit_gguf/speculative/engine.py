@@ -23,7 +23,7 @@ from .. import plugin
 from . import memory
 from .acceptance import Acceptance
 from .cells import Batch, Cells, DecodeError
-from .costs import Costs, Probes, Rate
+from .costs import KNOTS, Costs, Probes, Rate
 from .lookup import PromptLookup
 from .options import MAX_WIDTH, SpeculationOptions
 from .shapes import BaseDraft
@@ -71,7 +71,7 @@ class Step:
         return self.rows[self.node] if self.node != ROOT else len(self.roots) - 1
 
 
-_MEASURED = 4  # tokens of the verification that is timed before the first step, beside one of a single token
+_MEASURED = 8  # tokens of the verification that is timed before the first step, beside one of a single token
 _WORTH_KEEPING = 16  # steps
 _MOST_ROOTS = 6  # tokens that a recurrent memory has to decode again: with more a step drafts nothing, and so keeps them
 
@@ -292,21 +292,24 @@ class Speculator:
             self._cells.remove(seq, step.n_past)
 
     def _measure(self, roots: Sequence[int], n_past: int) -> bool:
-        """Costs from an earlier run, or measured on cells that are thrown away: a draft pass and verifications of one and of four tokens,
-        twice in turns. That takes as long as some five tokens; the steps to come correct it. False: there is no room for it.
+        """Costs from an earlier run, or measured on cells that are thrown away: a draft pass and one token twice, eight tokens once.
+
+        That takes as long as some five tokens; what lies between is put on a straight line, and the steps to come correct it. False: there
+        is no room for it.
         """
         self.costs = memory.load(self._costs_key, self._base.acceptance)
         if self.costs is not None:
             return True
-        if self._widest < _MEASURED or self._n_ctx - n_past < _MEASURED:
+        width = min(_MEASURED, self._widest, self._n_ctx - n_past)
+        if width < 2:
             return False
         begin = time.perf_counter()
         self._cells.mark(n_past)
-        tasks = (("draft", 1), ("full", 1), ("full", _MEASURED))
-        times = [[self._time(mode, roots[-1], width, n_past) for mode, width in tasks] for _ in range(2)]
-        draft, one, several = (min(both) for both in zip(*times, strict=True))
-        several = max(several, one)  # more tokens never take less time: noise
-        self.costs = Costs(draft, (one, one + (several - one) / (_MEASURED - 1), several))
+        tasks = (("draft", 1), ("full", 1), ("full", width), ("draft", 1), ("full", 1))
+        times = [self._time(mode, roots[-1], n_tokens, n_past) for mode, n_tokens in tasks]
+        one = min(times[1], times[4])
+        slope = max(times[2] - one, 0.0) / (width - 1)  # more tokens never take less time: noise
+        self.costs = Costs(min(times[0], times[3]), (one + slope * (knot - 1) for knot in KNOTS if knot <= _MEASURED))
         self.stats.seconds["measure"] += time.perf_counter() - begin
         return True
 
