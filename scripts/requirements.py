@@ -9,7 +9,7 @@ try:
 except ImportError:  # Python 3.10: pip's own copy
     from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
 
-EXTRAS = ("hf", "demo", "test", "lint")
+EXTRAS = ("hf", "server", "demo", "plot", "test", "lint")
 
 pyproject = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())
 project = pyproject["project"]
