@@ -117,19 +117,6 @@ def test_exec_sets_the_environment_up(model: Path) -> None:
     assert (found["TWOBIT_MODEL"], found["TWOBIT_MODE"]) == (str(model.resolve()), "draft")
 
 
-def test_threads_that_wait_sleep_soon() -> None:
-    code = "import os, sys, twobit_gguf.cli as cli; cli.main(sys.argv[1:]); print(os.environ.get('GOMP_SPINCOUNT'))"
-
-    def spins(*arguments: str, **environment: str) -> str:
-        inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-        result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=inherited | environment)
-        return result.stdout.splitlines()[-1]
-
-    assert int(spins("bench")) > 0
-    assert spins("bench", GOMP_SPINCOUNT="7") == "7"
-    assert spins("bench", OMP_WAIT_POLICY="passive") == "None"
-    assert spins("exec", "--print", "--", "true") == "None"
-
 
 def test_exec_names_the_device_for_llama_tools(tmp_path: Path) -> None:
     tool = tmp_path / "llama-server"

@@ -18,10 +18,6 @@ _COMMANDS = {
     "exec": ("cli_exec", "run llama-server, llama-cli, … with the plugin"),
 }
 
-# libgomp's threads spin at barriers for so many turns (some microseconds), then sleep. By its own default they spin for much longer: on a
-# machine that is busy with other things they then take the cores from those they wait for. Without any spinning each barrier costs a sleep.
-_SPIN = "300"
-
 _USAGE = """usage: twobit COMMAND [...]
 
 {commands}
@@ -50,8 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from .errors import TwobitError
 
-    if "OMP_WAIT_POLICY" not in os.environ and command != "exec":  # what exec starts is none of our business
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN)  # read when llama_cpp brings libgomp in
     try:
         return int(importlib.import_module(f".{_COMMANDS[command][0]}", __package__).main(arguments[1:]) or 0)
     except TwobitError as error:
