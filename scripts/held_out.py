@@ -11,6 +11,7 @@ Errors of bases are relative to the output, tr E H Eᵀ / tr W H Wᵀ; those of 
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("held_out", type=Path)
     parser.add_argument("tensors", nargs="+")
     parser.add_argument("--damping", type=float, nargs="+", default=[0.01, 0.05, 0.15])
+    parser.add_argument("--sweeps", type=int, nargs="+", default=[0, 4])
     args = parser.parse_args()
     calibration, held_out = Calibration(args.calibration), Calibration(args.held_out)
     with Source(args.model) as source:
@@ -68,12 +70,12 @@ def main() -> None:
             eight = output_error(w - dequantize(gguf_types.Q8_0, convert_quantize.quantize(gguf_types.Q8_0, w), *w.shape), h)
             importance = np.maximum(calibration.diagonal(known) / calibration.diagonal(known).mean(), 1e-6).astype(np.float32)[None]
             rounders: dict[str, TensorQuantizer] = {"diagonal only": PlainQuantizer(step, importance)}
-            for damping in args.damping:
-                rounders[f"λ {damping:g}"] = FeedbackFactory(calibration, print, damping)(step, None)
+            for damping, sweeps in itertools.product(args.damping, args.sweeps):
+                rounders[f"λ {damping:g}, {sweeps} sweeps"] = FeedbackFactory(calibration, print, damping, sweeps=sweeps)(step, None)
             print(f"{name} ({gguf_types.name(kind)}), Q8_0 {eight / output:.2e}")
             for what, quantizer in rounders.items():
                 base, residuals = errors(w, step, quantizer, h)
-                print(f"  {what:14} base {base / output:.4f}  R4 R5 R6 R8: " + " ".join(f"{x / eight:.2f}" for x in residuals))
+                print(f"  {what:18} base {base / output:.4f}  R4 R5 R6 R8: " + " ".join(f"{x / eight:.2f}" for x in residuals))
 
 
 if __name__ == "__main__":
