@@ -222,7 +222,7 @@ def test_bad_arguments_are_refused(factors: Factors) -> None:
     w[0, 0] = np.nan
     with pytest.raises(NativeError, match="NaN"):
         base_with_feedback(gguf_types.Q2_0, w, factors)
-    bad = Factors(factors.u, factors.d.copy())
+    bad = Factors(factors.h, factors.u, factors.d.copy())
     bad.d[3] = 0
     with pytest.raises(NativeError, match=r"d\[3\]"):
         base_with_feedback(gguf_types.Q2_0, weights(4), bad)
