@@ -227,7 +227,8 @@ def test_bad_arguments_are_refused(factors: Factors) -> None:
     with pytest.raises(NativeError, match=r"d\[3\]"):
         base_with_feedback(gguf_types.Q2_0, weights(4), bad)
     with pytest.raises(NativeError, match="multiple of 256"):
-        base_with_feedback(gguf_types.Q2_K, weights(4, 320), Factors(np.eye(320, dtype=np.float32), np.ones(320, np.float32)))
+        identity = np.eye(320, dtype=np.float32)
+        base_with_feedback(gguf_types.Q2_K, weights(4, 320), Factors(identity, identity, np.ones(320, np.float32)))
 
 
 # ---- collecting -----------------------------------------------------------------------------------------------------
