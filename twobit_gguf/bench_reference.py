@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import llama_cpp
 
 SAMPLING: dict[str, Any] = {"top_k": 40, "top_p": 0.95, "min_p": 0.05}  # of every contestant, beside the temperature
-_TRIES = 5
+_TRIES = 20  # a busy machine loses the end of its log more often
 SPECULATIVE = "llama-speculative-simple"
 
 
