@@ -128,7 +128,9 @@ class LlamaSpeculative:
         command = [*self._arguments, "-p", prompt, "-n", str(n_tokens), "--temp", f"{temperature:g}", "--seed", str(seed),
                    "-c", size, "-b", size]  # fmt: skip
         for _ in range(_TRIES):
-            done = subprocess.run(command, capture_output=True, env=without_plugin())
+            # with sleeping OpenMP threads it nearly always ends before its log is written
+            environment = {**without_plugin(), "OMP_WAIT_POLICY": "active"}
+            done = subprocess.run(command, capture_output=True, env=environment)
             output = (done.stdout + done.stderr).decode("utf-8", "replace")
             decoded = re.search(r"decoded +(\d+) tokens in +([\d.]+) seconds", output)
             drafted, accepted = (re.search(rf"n_{what} += +(\d+)", output) for what in ("drafted", "accept"))
