@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import llama_cpp
 
 SAMPLING: dict[str, Any] = {"top_k": 40, "top_p": 0.95, "min_p": 0.05}  # of every contestant, beside the temperature
-_TRIES = 10
+_TRIES = 5
 SPECULATIVE = "llama-speculative-simple"
 
 
@@ -127,16 +127,16 @@ class LlamaSpeculative:
         size = str(n_ctx)
         command = [*self._arguments, "-p", prompt, "-n", str(n_tokens), "--temp", f"{temperature:g}", "--seed", str(seed),
                    "-c", size, "-b", size]  # fmt: skip
+        # at its end it does not wait for its log to be written, and with sleeping OpenMP threads it hardly ever is
+        environment = {**without_plugin(), "OMP_WAIT_POLICY": "active"}
         for _ in range(_TRIES):
-            # with sleeping OpenMP threads it nearly always ends before its log is written
-            environment = {**without_plugin(), "OMP_WAIT_POLICY": "active"}
             done = subprocess.run(command, capture_output=True, env=environment)
             output = (done.stdout + done.stderr).decode("utf-8", "replace")
             decoded = re.search(r"decoded +(\d+) tokens in +([\d.]+) seconds", output)
             drafted, accepted = (re.search(rf"n_{what} += +(\d+)", output) for what in ("drafted", "accept"))
-            if decoded and drafted and accepted:
-                break  # otherwise it ended, or crashed at its end, before its log was written, as it does now and then
-        if not decoded or not drafted or not accepted:
+            if done.returncode != 0 or (decoded and drafted and accepted):
+                break  # otherwise it ended before its log was written, as it does now and then
+        if done.returncode != 0 or not decoded or not drafted or not accepted:
             last = next((line for line in reversed(output.splitlines()) if line.strip()), f"status {done.returncode}")
             raise TwobitError(f"{self._program}: {last.strip()}")
         n, seconds = int(decoded[1]), float(decoded[2])
