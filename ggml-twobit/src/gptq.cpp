@@ -58,9 +58,7 @@ void gptq_round_rows(const gptq_method * method, const float * w, int64_t rows, 
 
     for (int64_t k = 0, i_block = 0; k < cols; k += method->block_cols, i_block++) {
         block.n = (int) std::min<int64_t>(method->block_cols, cols - k);
-        for (int i = 0; i < block.n; i++) {
-            std::copy(u + (k + i) * cols + k + i + 1, u + (k + i) * cols + k + block.n, block.u + GPTQ_BLOCK * i + i + 1);
-        }
+        gptq_take_upper(block, u + k * cols + k, cols);
         std::copy(d + k, d + k + block.n, block.d);
         if (method->prepare) {
             method->prepare(&block, extra.data);

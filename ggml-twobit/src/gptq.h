@@ -70,6 +70,13 @@ struct gptq_residual_block {
 // t: (GPTQ_ROWS, GPTQ_BLOCK) += e[:, :k] · u[:k, :n] for the first `rows` rows; e: (GPTQ_ROWS, stride), u: (k, stride)
 void gptq_feed_block(const float * e, const float * u, int64_t stride, int64_t k, int n, int64_t rows, float * t);
 
+// Takes what lies above the diagonal of block.n columns of a matrix; m: the first of them on the diagonal.
+static inline void gptq_take_upper(gptq_block & block, const float * m, int64_t stride) {
+    for (int i = 0; i < block.n; i++) {
+        memcpy(block.u + GPTQ_BLOCK * i + i + 1, m + i * stride + i + 1, (block.n - i - 1) * sizeof(float));
+    }
+}
+
 struct gptq_floats { // zeros, 64-byte aligned; throws std::bad_alloc
     float * data;
     explicit gptq_floats(size_t n) : data((float *) ::operator new(n * sizeof(float), std::align_val_t(64))) {

@@ -1,7 +1,7 @@
 // gptq_q2_0.cpp: error feedback into the types with one f16 scale a block, which may be negative: Q2_0 (blocks of 64, values −d, 0, d,
 // 2d) and, for tensors that deserve more, Q4_0 (blocks of 32, values −8d … 7d).
 
-#include "gptq.h"
+#include "gptq_sweep.h"
 
 namespace {
 
@@ -59,13 +59,17 @@ GPTQ_INLINE uint16_t round_block(const gptq_block & block, const float * w, floa
     return gptq_f16(best.d);
 }
 
+GPTQ_INLINE void pack_q2_0(const int * q, block_q2_0 & packed) {
+    for (int i = 0; i < 16; i++) {
+        packed.qs[i] = (uint8_t) (q[4 * i] | q[4 * i + 1] << 2 | q[4 * i + 2] << 4 | q[4 * i + 3] << 6);
+    }
+}
+
 GPTQ_CLONES static void round_q2_0(const gptq_block * block, const void *, const float * w, float * t, float * b, void * dst) {
     int q[64];
     block_q2_0 & packed = *(block_q2_0 *) dst;
     packed.d = round_block<64, -1, 2>(*block, w, t, b, 0.35f, 0.1f, q);
-    for (int i = 0; i < 16; i++) {
-        packed.qs[i] = (uint8_t) (q[4 * i] | q[4 * i + 1] << 2 | q[4 * i + 2] << 4 | q[4 * i + 3] << 6);
-    }
+    pack_q2_0(q, packed);
 }
 
 GPTQ_CLONES static void round_q4_0(const gptq_block * block, const void *, const float * w, float * t, float * b, void * dst) {
@@ -97,4 +101,48 @@ const gptq_method * gptq_method_q4_0() {
         /* .round       = */ round_q4_0,
     };
     return &method;
+}
+
+// ---- sweeps over Q2_0 -----------------------------------------------------------------------------------------------
+
+GPTQ_CLONES static void sweep_q2_0(const gptq_block * block, const void *, const float * w, float * b, float * g, void * data) {
+    block_q2_0 & packed = *(block_q2_0 *) data;
+    const float d = tb_f16_to_f32(packed.d);
+    float scales[GPTQ_LANES];
+    for (int i = 0; i < GPTQ_LANES; i++) { // the first is today's
+        scales[i] = i == 0 ? d : tb_f16_to_f32(gptq_f16(d * (0.86f + 0.018f * i)));
+    }
+    gptq_lanes change;
+    gptq_try_change<64>(*block, 0, b, g, gptq_make_grids(scales, -1, 2), change);
+    int lane;
+    if (!(gptq_least(change, lane) < -gptq_least_gain(*block, 0, 64, w, b))) {
+        return;
+    }
+    int q[64];
+    gptq_make_change(*block, 0, 64, b, g, scales[lane], 0, -1, 2, q);
+    packed.d = gptq_f16(scales[lane]);
+    for (int & level : q) {
+        level += 1;
+    }
+    pack_q2_0(q, packed);
+}
+
+GPTQ_CLONES static void read_q2_0(const void * data, float * b) {
+    const block_q2_0 & packed = *(const block_q2_0 *) data;
+    const float d = tb_f16_to_f32(packed.d);
+    for (int i = 0; i < 64; i++) {
+        b[i] = d * ((packed.qs[i / 4] >> (2 * (i % 4)) & 3) - 1);
+    }
+}
+
+const gptq_sweep * gptq_sweep_q2_0() {
+    static const gptq_sweep sweep = {
+        /* .block_cols  = */ 64,
+        /* .block_bytes = */ sizeof(block_q2_0),
+        /* .extra_bytes = */ 0,
+        /* .prepare     = */ nullptr,
+        /* .read        = */ read_q2_0,
+        /* .sweep       = */ sweep_q2_0,
+    };
+    return &sweep;
 }

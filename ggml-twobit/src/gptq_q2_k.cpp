@@ -5,6 +5,7 @@
 // through the 16 columns with their feedback and the best is kept.
 
 #include "gptq_k.h"
+#include "gptq_sweep.h"
 
 #include <algorithm>
 #include <cmath>
@@ -48,13 +49,18 @@ GPTQ_INLINE float estimate(const gptq_block & block, const float * t, const gptq
     return sum;
 }
 
-// the best (s, m) of sub-block g for targets t
-GPTQ_INLINE void choose_sub(const gptq_block & block, int g, const float * w, const float * t, float d, float dmin, int & s, int & m) {
+// all 16 scales of a super-block
+GPTQ_INLINE gptq_grids grids_of(float d) {
     float scales[GPTQ_LANES];
     for (int i = 0; i < GPTQ_LANES; i++) {
         scales[i] = d * i;
     }
-    gptq_grids grids = gptq_make_grids(scales, 0, 3);
+    return gptq_make_grids(scales, 0, 3);
+}
+
+// the best (s, m) of sub-block g for targets t
+GPTQ_INLINE void choose_sub(const gptq_block & block, int g, const float * w, const float * t, float d, float dmin, int & s, int & m) {
+    gptq_grids grids = grids_of(d);
     float best = INFINITY;
     s = m = 0;
     for (int j = 0; j <= (dmin > 0 ? TOP : 0); j++) {
@@ -147,4 +153,72 @@ const gptq_method * gptq_method_q2_k() {
         /* .round       = */ round_q2_k,
     };
     return &method;
+}
+
+// ---- sweeps ---------------------------------------------------------------------------------------------------------
+
+#define NEIGHBOURS 2 // mins tried on either side of today's
+
+GPTQ_INLINE int shift_of(int col) { // where in its byte
+    return col % 128 / 32 * 2;
+}
+
+GPTQ_INLINE uint8_t & byte_of(uint8_t * qs, int col) {
+    return qs[col / 128 * 32 + col % 32];
+}
+
+GPTQ_CLONES static void sweep_q2_k(const gptq_block * block, const void *, const float * w, float * b, float * g, void * data) {
+    block_q2_k & packed = *(block_q2_k *) data;
+    const float d = tb_f16_to_f32(packed.d), dmin = tb_f16_to_f32(packed.dmin);
+    gptq_grids grids = grids_of(d);
+    for (int sub = 0; sub < N_SUB; sub++) {
+        const int k = SUB * sub, now = packed.scales[sub] >> 4;
+        int   s = 0, m = 0;
+        float best = -gptq_least_gain(*block, k, SUB, w, b);
+        bool  gains = false;
+        for (int j = std::max(0, now - NEIGHBOURS); j <= std::min(TOP, now + NEIGHBOURS); j++) {
+            grids.min = dmin * j;
+            gptq_lanes change;
+            gptq_try_change<SUB>(*block, k, b, g, grids, change);
+            int lane;
+            const float least = gptq_least(change, lane);
+            if (least < best) {
+                best  = least;
+                s     = lane;
+                m     = j;
+                gains = true;
+            }
+        }
+        if (!gains) {
+            continue;
+        }
+        int q[SUB];
+        gptq_make_change(*block, k, SUB, b, g, d * s, dmin * m, 0, 3, q);
+        packed.scales[sub] = (uint8_t) (s | m << 4);
+        for (int i = 0; i < SUB; i++) {
+            uint8_t & byte = byte_of(packed.qs, k + i);
+            byte = (uint8_t) ((byte & ~(3 << shift_of(k + i))) | q[i] << shift_of(k + i));
+        }
+    }
+}
+
+GPTQ_CLONES static void read_q2_k(const void * data, float * b) {
+    block_q2_k packed = *(const block_q2_k *) data;
+    const float d = tb_f16_to_f32(packed.d), dmin = tb_f16_to_f32(packed.dmin);
+    for (int i = 0; i < GPTQ_BLOCK; i++) {
+        const uint8_t scale = packed.scales[i / SUB];
+        b[i] = d * (scale & 15) * (byte_of(packed.qs, i) >> shift_of(i) & 3) - dmin * (scale >> 4);
+    }
+}
+
+const gptq_sweep * gptq_sweep_q2_k() {
+    static const gptq_sweep sweep = {
+        /* .block_cols  = */ GPTQ_BLOCK,
+        /* .block_bytes = */ sizeof(block_q2_k),
+        /* .extra_bytes = */ 0,
+        /* .prepare     = */ nullptr,
+        /* .read        = */ read_q2_k,
+        /* .sweep       = */ sweep_q2_k,
+    };
+    return &sweep;
 }

@@ -25,6 +25,8 @@ struct gptq_sweep {
     void (*sweep)(const gptq_block * block, const void * extra, const float * w, float * b, float * g, void * data);
 };
 
+const gptq_sweep * gptq_sweep_q2_0();
+const gptq_sweep * gptq_sweep_q2_k();
 const gptq_sweep * gptq_sweep_iq2_xs();
 
 // What a change must gain to be made: a little of the loss that the columns have by themselves. Less is noise.
@@ -34,4 +36,40 @@ GPTQ_INLINE float gptq_least_gain(const gptq_block & block, int k, int n, const 
         sum += (w[i] - b[i]) * (w[i] - b[i]) * block.d[i];
     }
     return 1e-7f * sum;
+}
+
+// ---- a change of columns --------------------------------------------------------------------------------------------
+
+// How the loss changes when the columns [k, k + N) with values b go to each of the grids, one after the other.
+template <int N>
+GPTQ_INLINE void gptq_try_change(const gptq_block & block, int k, const float * b, const float * g, const gptq_grids & grids, gptq_lanes & change) {
+    gptq_lanes gradient[N];
+    for (int i = 0; i < N; i++) {
+        gradient[i] = gptq_lanes{} + g[k + i];
+    }
+    change = gptq_lanes{};
+    for (int i = 0; i < N; i++) {
+        const float *    u = block.u + GPTQ_BLOCK * (k + i) + k;
+        const float      h = block.d[k + i];
+        gptq_lanes       q = (gradient[i] * (1 / h) + (b[k + i] + grids.min)) * grids.inverse;
+        gptq_round_clamped(q, grids.lo, grids.hi);
+        const gptq_lanes delta = b[k + i] - (q * grids.scale - grids.min);
+        change += delta * (gradient[i] + gradient[i] + delta * h);
+        for (int j = i + 1; j < N; j++) {
+            gradient[j] += delta * u[j];
+        }
+    }
+}
+
+// Makes the change for one grid: b, the levels q, and g of all later columns of the block.
+GPTQ_INLINE void gptq_make_change(const gptq_block & block, int k, int n, float * b, float * g, float scale, float min, int lo, int hi, int * q) {
+    const float inverse = gptq_inverse(scale);
+    for (int i = k; i < k + n; i++) {
+        float level = (g[i] / block.d[i] + b[i] + min) * inverse;
+        gptq_round_clamped(level, (float) lo, (float) hi);
+        q[i - k] = (int) level;
+        const float value = level * scale - min;
+        gptq_feed(block, i, b[i] - value, g);
+        b[i] = value;
+    }
 }
