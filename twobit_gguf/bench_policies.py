@@ -22,7 +22,7 @@ from . import bench_decode, plugin
 from .bench_decode import Settings
 from .bench_kernels import cpu_name
 from .bench_prompts import Prompt, in_turn
-from .bench_reference import SAMPLING
+from .bench_reference import SAMPLING, generate
 from .bench_saved import Saved
 from .calibration.divergence import mean
 from .errors import TwobitError
@@ -104,12 +104,7 @@ def measure(settings: Settings, texts: Texts, output: Path | None = None, progre
         saved.add({"what": "costs", "milliseconds": times})
     times = next(run["milliseconds"] for run in saved.runs if run.get("what") == "costs")
     curves = {MACHINE: curve(times["draft"], [times[f"verify {knot}"] for knot in KNOTS]), GPU[0]: GPU[1]}
-    todo = [
-        (temperature, index)
-        for temperature in texts.temperatures
-        for index in in_turn(texts.prompts)
-        if not saved.has(what="texts", temperature=temperature, prompt=index) or progress()
-    ]
+    todo = saved.left(texts.temperatures, in_turn(texts.prompts), progress, what="texts")
     if todo:
         model = _load(settings, texts)
         try:
@@ -160,20 +155,10 @@ def _run(model: Llama, prompt: Prompt, n: int, temperature: float, curves: dict[
     for name, costs in curves.items():
         counts[f"{ADAPTIVE}, {name}"] = _decode(model, tokens, n, temperature, SpeculationOptions(), FixedCosts(costs))
     model.mode = "full"
-    text = _text(model, tokens, n + _DEEPEST + 1, temperature)
+    text = generate(model, prompt.text, n + _DEEPEST + 1, temperature, _SEED)["tokens"]
     for depth in OWN_DEPTHS:
         counts[f"own {depth}"] = _own_kv(model, tokens, text, n, depth)
     return counts
-
-
-def _text(model: Llama, prompt: list[int], n: int, temperature: float) -> list[int]:
-    model.set_seed(_SEED)
-    text: list[int] = []
-    for token in model.generate(prompt, temp=temperature, repeat_penalty=1.0, **SAMPLING):
-        text.append(token)
-        if len(text) == n:
-            break
-    return text
 
 
 def _decode(

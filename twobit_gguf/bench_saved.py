@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ class Saved:
     def has(self, **key: Any) -> bool:
         """Whether there is a run with these values."""
         return any(all(run.get(name) == value for name, value in key.items()) for run in self.runs)
+
+    def left(self, temperatures: list[float], indices: list[int], progress: Callable[[], object], **key: Any) -> list[tuple[float, int]]:
+        """Each temperature and prompt of which there is no run yet; progress: called for every other. key: what else is asked of a run."""
+        todo = []
+        for temperature in temperatures:
+            for index in indices:
+                if self.has(temperature=temperature, prompt=index, **key):
+                    progress()
+                else:
+                    todo.append((temperature, index))
+        return todo
 
     def add(self, run: dict[str, Any]) -> None:
         """Keeps one more run.

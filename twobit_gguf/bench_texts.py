@@ -42,12 +42,7 @@ def measure(settings: Settings, texts: Texts, output: Path | None = None, progre
         {"settings", "runs": one for each temperature and prompt, "medians": see medians()}.
     """
     saved = Saved(output, _settings(settings, texts))
-    todo = [
-        (temperature, index)
-        for temperature in texts.temperatures
-        for index in in_turn(texts.prompts)
-        if not saved.has(temperature=temperature, prompt=index) or progress()
-    ]
+    todo = saved.left(texts.temperatures, in_turn(texts.prompts), progress)
     if todo:
         with _Contestants(settings, texts) as contestants:
             for temperature, index in todo:
