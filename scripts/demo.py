@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import smollm2
 
 from twobit_gguf import _native
+from twobit_gguf.machine import cpu_name
 
 BIN = Path(sys.executable).parent
 OUT = Path("out")
@@ -51,16 +51,6 @@ def run(*command: str, capture: bool = False) -> str:
     if result.returncode != 0:
         sys.exit(result.returncode)
     return result.stdout or ""
-
-
-def cpu_name() -> str:
-    """As the system calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def convert() -> None:

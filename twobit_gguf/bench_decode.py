@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .bench_kernels import cpu_name
 from .bench_reference import Reference
 from .errors import TwobitError
+from .machine import describe
 from .speculative.options import MAX_WIDTH
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def measure(settings: Settings, progress: Callable[[], object] = lambda: None) -
     return {
         "file": str(settings.file),
         "reference": str(settings.reference) if settings.reference else None,
-        "cpu": cpu_name(),
+        "cpu": describe(),
         "threads": settings.n_threads,
         "n_past": settings.n_past,
         "rounds": settings.rounds,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 from . import _native
 from .errors import TwobitError
+from .machine import describe, usable_cpus
 from .plotting import require
 
 CONTESTANTS = ("read", "R4", "R5", "R6", "R8", "base Q2_K", "base Q2_0", "base Q2_K+R6", "base Q2_0+R6",
@@ -64,19 +64,8 @@ def measure(arguments: Sequence[str]) -> dict[str, Any]:
     if done.returncode != 0:
         raise TwobitError(f"the benchmark ended with status {done.returncode}, see above")
     result: dict[str, Any] = json.loads(done.stdout)
-    result["cpu"] = cpu_name()
+    result["cpu"] = describe()
     return result
-
-
-def cpu_name() -> str:
-    """The CPU as the system calls it, with the number of those this process may use."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "CPU part")))
-    except (OSError, StopIteration):
-        name = "unknown CPU"
-    return f"{name}, {count} threads"
 
 
 def render(result: dict[str, Any]) -> str:
@@ -155,7 +144,7 @@ def _ratio(s: dict[str, Any], one: dict[str, Any]) -> float:
 
 
 def _threads() -> str:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(usable_cpus())
     return ",".join(str(n) for n in sorted({1, 2, 4, 8, 16, 32, count}) if n <= count)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import cli_options
 from .errors import TwobitError
+from .machine import physical_cores
 
 if TYPE_CHECKING:
     from .llama import Llama
@@ -122,8 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.file.is_file():
         raise TwobitError(f"{args.file}: no such file")
-    from .llama import physical_cores
-
     result = measure(args.file, args.tokens, args.threads or physical_cores())
     print(json.dumps(result, indent=2) if args.json else render(result))
     return 0

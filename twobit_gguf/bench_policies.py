@@ -20,12 +20,12 @@ import numpy as np
 
 from . import bench_decode, plugin
 from .bench_decode import Settings
-from .bench_kernels import cpu_name
 from .bench_prompts import Prompt, in_turn
 from .bench_reference import SAMPLING, generate
 from .bench_saved import Saved
 from .calibration.divergence import mean
 from .errors import TwobitError
+from .machine import describe
 from .speculative import SpeculationOptions
 from .speculative.costs import KNOTS, Costs
 
@@ -95,7 +95,7 @@ def measure(settings: Settings, texts: Texts, output: Path | None = None, progre
         {"settings", "runs", "curves": {name: [draft pass, verify 1, 2, 4, …]}, "scores": see scores()}.
     """
     saved = Saved(output, {
-        "file": str(settings.file), "cpu": cpu_name(), "threads": settings.n_threads, "n_tokens": texts.n_tokens,
+        "file": str(settings.file), "cpu": describe(), "threads": settings.n_threads, "n_tokens": texts.n_tokens,
         "prompts": [prompt.text for prompt in texts.prompts], "model_options": settings.model_options,
         "policies": [*_policies(), *(f"own {depth}" for depth in OWN_DEPTHS)],
     })  # fmt: skip

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from .bench_decode import Settings
-from .bench_kernels import cpu_name
 from .bench_prompts import Prompt, in_turn
 from .bench_reference import LlamaSpeculative, Reference, generate
 from .bench_saved import Saved
 from .errors import TwobitError
+from .machine import describe
 
 REFERENCE, LLAMA_SPECULATIVE, PLAIN = "reference", "llama.cpp speculative", "plain"
 PHASES = ("draft", "verify", "sample", "other")
@@ -53,7 +53,7 @@ def measure(settings: Settings, texts: Texts, output: Path | None = None, progre
 
 def _settings(settings: Settings, texts: Texts) -> dict[str, Any]:
     return {
-        "file": str(settings.file), "reference": str(settings.reference) if settings.reference else None, "cpu": cpu_name(),
+        "file": str(settings.file), "reference": str(settings.reference) if settings.reference else None, "cpu": describe(),
         "draft_model": str(texts.speculative[1]) if texts.speculative else None, "threads": settings.n_threads,
         "n_tokens": texts.n_tokens, "shapes": texts.shapes, "prompts": [prompt.text for prompt in texts.prompts],
         "model_options": settings.model_options,

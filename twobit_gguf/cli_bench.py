@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import bench_prompts, cli_options
 from .errors import TwobitError
+from .machine import physical_cores
 
 if TYPE_CHECKING:
     from .bench_decode import Settings
@@ -158,7 +159,6 @@ def _bar(total: int, unit: str) -> Any:
 
 def _settings(args: argparse.Namespace) -> Settings:
     from .bench_decode import Settings
-    from .llama import physical_cores
 
     options = {"device": args.device, "n_gpu_layers": args.gpu_layers}
     return Settings(args.file, args.reference, args.threads or physical_cores(), args.past, args.rounds, options)

@@ -41,6 +41,7 @@ from .errors import TwobitError
 from .format_write import PairedWriter
 from .gguf_file import Value
 from .llama_source import LlamaSourceError
+from .machine import usable_cpus
 
 OWN_FILE_ABOVE = 45_000_000_000  # bytes of residual from which it gets a file of its own by itself
 _QUANTIZATION_VERSION = 2  # GGML_QNT_VERSION
@@ -52,7 +53,7 @@ _FILE_TYPES = {
 
 
 def default_threads() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cpus())
 
 
 @dataclass

@@ -25,6 +25,7 @@ import llama_cpp.llama_cpp as llama_c
 from . import _native, format, gguf_file, plugin
 from .errors import MissingResidual, TwobitError
 from .format import PairedFile
+from .machine import cpu_name, physical_cores
 from .speculative import SpeculationOptions, SpeculationStats, Speculator
 
 Mode = Literal["speculative", "full", "draft"]
@@ -370,7 +371,7 @@ class Llama(llama_cpp.Llama):
         params = self.context_params
         return (
             f"{os.path.realpath(self.model_path)} {status.st_size} {status.st_mtime_ns} {library.st_mtime_ns} {platform.node()} "
-            f"{_cpu_name()} {self._device_names} {self.model_params.n_gpu_layers} {params.n_threads} {params.n_threads_batch} "
+            f"{cpu_name()} {self._device_names} {self.model_params.n_gpu_layers} {params.n_threads} {params.n_threads_batch} "
             f"{params.type_k} {params.type_v} {params.flash_attn_type} {params.offload_kqv} {self._speculation.n_seq}"
         )
 
@@ -448,27 +449,6 @@ def _ram_bytes(paired: PairedFile) -> int:
     residual = sum(pair.residual_nbytes for pair in paired.pairs)
     on_gpu = any(d.type in ("GPU", "IGPU") and not d.name.startswith("TWOBIT") for d in plugin.devices())
     return residual + (0 if on_gpu else paired.main.end)
-
-
-def physical_cores() -> int:
-    """Cores this process may use, counting two threads of one core once."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in allowed:
-        try:
-            siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
-        except OSError:
-            siblings = str(cpu)
-        cores.add(siblings.strip())
-    return max(len(cores), 1)
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def _check_mode(mode: str) -> None:
