@@ -19,7 +19,7 @@ class BlockOrder:
 
     def __init__(self, columns: int, blocks: np.ndarray) -> None:
         """blocks: (columns // 256,) the blocks in the order they are rounded."""
-        self._columns, self._blocks = columns, blocks
+        self._blocks = blocks
         at = (blocks[:, None] * BLOCK_COLUMNS + np.arange(BLOCK_COLUMNS)).reshape(-1)
         self.columns = np.concatenate([at, np.arange(at.size, columns)])
 
