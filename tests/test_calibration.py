@@ -433,6 +433,9 @@ def test_convert_with_calibration(name: str, tiny_gguf: Callable[[str], Path], t
         for which in (True, False):
             write_f16(path, tmp_path / "expanded.gguf", residual=which)
             errors[path, which] = _model_error(source, tmp_path / "expanded.gguf", paired, calibration)
+        write_f16(path, tmp_path / "layers.gguf", residual=False, output_residual=True)
+        layers_only = _model_error(source, tmp_path / "layers.gguf", paired, calibration)
+        assert errors[path, True] < layers_only < errors[path, False], "the base in the layers, base + residual as the output"
     assert errors[fed, True] < errors[plain, True]
     assert errors[fed, False] < errors[plain, False]
 

@@ -1,8 +1,9 @@
 """`twobit eval FILE --reference REF.gguf`: how much of the reference a paired GGUF keeps, as verifier and as draft.
 
 KL divergence, same top token and perplexity are taken over the second half of sequences of 512 tokens. "verify" is the model as it
-runs, "draft" its 2-bit base as it runs, "weights" either one's weights alone with f16 activations. "bits in RAM" is what a step of
-decoding reads from RAM for each weight: the residual of a pair (its base is on the GPU), all of a stock model.
+runs, "draft" its 2-bit base as it runs, "weights" either one's weights alone with f16 activations, "draft layers" the base in the layers
+with the verifier's output matrix (as tables of stock 2-bit types have it). "bits in RAM" is what a step of decoding reads from RAM for
+each weight: the residual of a pair (its base is on the GPU), all of a stock model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .expand import base_bits, quantize_stock, ram_bits, write_f16
 from .model import CONTEXT, Vocabulary, cut
 from .text import default_text, read_texts
 
-_ROWS = ("verify", "verify-weights", "draft", "draft-weights")
+_ROWS = ("verify", "verify-weights", "draft", "draft-weights", "draft-layers-weights")
 _FIRST = CONTEXT // 2  # first scored position
 _STOCK = {"q8_0": 7, "q6_k": 18, "q5_k": 17, "q4_k": 15, "q3_k": 12, "q2_k": 10}  # llama_ftype
 
@@ -96,7 +97,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             name, of_weights = row.replace("-", " "), row.endswith("-weights")
             full = row.startswith("verify")
             if of_weights:
-                write_f16(args.model, expanded, residual=full)
+                write_f16(args.model, expanded, residual=full, output_residual=full or row.startswith("draft-layers"))
             divergence = reference.compare(expanded if of_weights else args.model, "full" if full or of_weights else "draft", name)
             rows[name] = divergence | {"ram_bits": ram_bits(args.model) if full else 0.0}
         for kind in args.beside:
