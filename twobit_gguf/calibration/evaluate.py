@@ -97,7 +97,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             name, of_weights = row.replace("-", " "), row.endswith("-weights")
             full = row.startswith("verify")
             if of_weights:
-                write_f16(args.model, expanded, residual=full, output_residual=full or row.startswith("draft-layers"))
+                write_f16(args.model, expanded, residual=full, output_residual=row.startswith("draft-layers"))
             divergence = reference.compare(expanded if of_weights else args.model, "full" if full or of_weights else "draft", name)
             rows[name] = divergence | {"ram_bits": ram_bits(args.model) if full else 0.0}
         for kind in args.beside:
@@ -122,11 +122,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 def render(result: dict[str, Any]) -> str:
     """The table for people."""
-    lines = [f"{'':16} {'bits in RAM':>11} {'KLD':>21} {'KLD 99.9 %':>10} {'same top, %':>15} {'perplexity':>17}"]
+    width = max(16, *map(len, result["rows"]))
+    lines = [f"{'':{width}} {'bits in RAM':>11} {'KLD':>21} {'KLD 99.9 %':>10} {'same top, %':>15} {'perplexity':>17}"]
     for name, row in result["rows"].items():
         kld, top, ppl = row["kld"], row["same_top"], row["perplexity"]
         lines.append(
-            f"{name:16} {row['ram_bits']:11.2f} {kld['mean']:11.6f} ± {kld['stderr']:.5f} {row['kld_99_9']:10.4f} "
+            f"{name:{width}} {row['ram_bits']:11.2f} {kld['mean']:11.6f} ± {kld['stderr']:.5f} {row['kld_99_9']:10.4f} "
             f"{100 * top['mean']:8.2f} ± {100 * top['stderr']:.2f} {ppl['mean']:10.4f} ± {ppl['stderr']:.3f}"
         )
     for name, row in result.get("acceptance", {}).items():

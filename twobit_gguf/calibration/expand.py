@@ -20,21 +20,20 @@ _ROWS = 512  # rows at a time
 _HALF_MAX = 65504.0
 
 
-def write_f16(source: Path, target: Path, residual: bool = True, output_residual: bool | None = None) -> None:
+def write_f16(source: Path, target: Path, residual: bool = True, output_residual: bool = False) -> None:
     """Writes base + residual (or the base alone) of a paired GGUF, or the dequantised weights of another, as f16.
 
     Args:
-        residual: of the layers' matrices.
-        output_residual: of the output matrix; as `residual` if None.
+        residual: add the residuals of all matrices.
+        output_residual: without `residual`, add those outside the layers all the same: the output matrix's.
 
     Raises:
         TwobitError: not a GGUF, or a damaged one.
     """
     main = gguf_file.open_gguf(source)
     paired = format.open_paired(source) if format.is_paired(main) else None
-    outside = residual if output_residual is None else output_residual
-    with_residual = [p for p in paired.pairs if (residual if p.name.startswith("blk.") else outside)] if paired else []
-    pairs = {pair.name: pair for pair in with_residual}
+    paired_tensors = paired.pairs if paired else ()
+    pairs = {p.name: p for p in paired_tensors if residual or (output_residual and not p.name.startswith("blk."))}
     kv = {key: value for key, value in main.kv.items() if not key.startswith("twobit.")}
     kv["general.file_type"] = gguf_file.scalar(gguf_file.U32, _FTYPE_F16)
     layout = gguf_file.lay_out(kv, [(t.name, t.shape, _type(t)) for t in main.tensors], main.alignment)
