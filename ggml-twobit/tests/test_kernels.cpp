@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -20,7 +21,7 @@
 extern const struct tb_kernels tb_kernels_avxvnni_as_avx512vl;
 #endif
 
-static std::mt19937 rng(1);
+static std::mt19937 rng(1); // what is drawn must not depend on the sets of this machine
 static long n_checks = 0;
 static long n_failures = 0;
 
@@ -175,6 +176,7 @@ static void check_product(const std::vector<const struct tb_kernels *> & sets, i
             }
         }
     }
+    const int64_t t = rng() % n_tokens; // alone, a token gets what it gets among others
     for (const struct tb_kernels * k : sets) {
         const result r = multiply(k, m, xs, n_tokens, 1);
         check(same_activations(r, expected), name + k->name + ": activations");
@@ -182,7 +184,6 @@ static void check_product(const std::vector<const struct tb_kernels *> & sets, i
         if (tb_n_tiles(rows) > 1) {
             check(same(multiply(k, m, xs, n_tokens, 2).y, expected.y), name + k->name + ": two pieces");
         }
-        const int64_t t = rng() % n_tokens; // alone, a token gets what it gets among others
         const result one = multiply(k, m, xs + t * cols, 1, 1);
         const float * among = expected.y.data() + t * (rows + 1);
         for (int64_t row = 0; row < rows; row++) {
@@ -196,8 +197,8 @@ static void check_product(const std::vector<const struct tb_kernels *> & sets, i
 
 // ---- bases ----------------------------------------------------------------------------------------------------------
 
-// random bytes in ggml's layout with sane scales, and the values that they mean
-static std::vector<uint8_t> random_base(int type, int64_t rows, int64_t cols, std::vector<double> & values) {
+// Random bytes in ggml's layout with sane scales, and what they mean: values[row][col] - mins[row][col / 16]; Q2_0 has no mins.
+static std::vector<uint8_t> random_base(int type, int64_t rows, int64_t cols, std::vector<double> & values, std::vector<double> & mins) {
     std::vector<uint8_t> bytes;
     const auto put_half = [&bytes](float f) {
         const uint16_t h = tb_f32_to_f16(f);
@@ -206,7 +207,6 @@ static std::vector<uint8_t> random_base(int type, int64_t rows, int64_t cols, st
         return (double) tb_f16_to_f32(h);
     };
     std::normal_distribution<float> normal;
-    values.clear();
     for (int64_t i = 0; i < rows * cols / (type == TB_BASE_Q2_K ? 256 : 64); i++) {
         uint8_t raw[80];
         for (uint8_t & b : raw) {
@@ -223,19 +223,54 @@ static std::vector<uint8_t> random_base(int type, int64_t rows, int64_t cols, st
             const double d = put_half(normal(rng)), dmin = put_half(normal(rng));
             for (int k = 0; k < 256; k++) {
                 const int code = raw[16 + k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3;
-                values.push_back(d * (raw[k / 16] & 15) * code - dmin * (raw[k / 16] >> 4));
+                values.push_back(d * (raw[k / 16] & 15) * code);
+            }
+            for (int b = 0; b < 16; b++) {
+                mins.push_back(dmin * (raw[b] >> 4));
             }
         }
     }
     return bytes;
 }
 
+// the scalar set's y (token, rows + 1) against the values and mins that ggml's bytes mean, and the sums that mins are multiplied with
+static void check_meaning(const struct tb_acts & acts, const std::vector<double> & values, const std::vector<double> & mins,
+                          const std::vector<float> & y, int64_t rows, const std::string & name) {
+    const int64_t cols = acts.cols, n_runs = cols / TB_RUN, n_blocks = cols / TB_BLOCK_COLS;
+    for (int64_t t = 0; t < acts.n_tokens; t++) {
+        const int64_t first = t / TB_TOKENS * TB_TOKENS, width = tb_tile_width(&acts, first);
+        std::vector<double> x(cols), sums(n_blocks * 16);
+        for (int64_t k = 0; k < cols; k++) {
+            const struct tb_run & run = acts.runs[first * n_runs + k / TB_RUN * width + (t - first)];
+            x[k] = (double) run.q[k % TB_RUN] * run.scale;
+        }
+        for (int64_t i = 0; i < n_blocks * 16; i++) {
+            const struct tb_sums & block = acts.sums[first * n_blocks + i / 16 * width + (t - first)];
+            const double sum = std::accumulate(x.begin() + i * 16, x.begin() + i * 16 + 16, 0.0), step = -block.scale;
+            sums[i] = block.q[i % 16] * step;
+            check(std::fabs(sums[i] - sum) <= 0.51 * step, name + "a sum of 16 is rounded to the nearest 16 bits");
+        }
+        for (int64_t row = 0; row < rows; row++) {
+            double sum = 0.0, size = 0.0;
+            for (int64_t k = 0; k < cols; k++) {
+                sum += values[row * cols + k] * x[k];
+                size += std::fabs(values[row * cols + k] * x[k]);
+            }
+            for (int64_t i = 0; i < (int64_t) (mins.empty() ? 0 : sums.size()); i++) {
+                sum -= mins[row * n_blocks * 16 + i] * sums[i];
+                size += std::fabs(mins[row * n_blocks * 16 + i] * sums[i]);
+            }
+            check(std::fabs(y[t * (rows + 1) + row] - sum) <= 1e-6 * size, name + "what ggml's bytes mean");
+        }
+    }
+}
+
 static void check_base(const std::vector<const struct tb_kernels *> & sets, int type, int64_t rows, int64_t cols, int64_t n_tokens, int input) {
     const int64_t nbytes = tb_base_nbytes(type, rows, cols), tiles = tb_n_tiles(rows), blocks = tb_n_blocks(cols);
     const std::string name = "base " + std::to_string(type) + " " + std::to_string(rows) + "x" + std::to_string(cols) + " T=" +
                              std::to_string(n_tokens) + " input " + std::to_string(input) + ": ";
-    std::vector<double> values;
-    const std::vector<uint8_t> bytes = random_base(type, rows, cols, values);
+    std::vector<double> values, mins;
+    const std::vector<uint8_t> bytes = random_base(type, rows, cols, values, mins);
     guarded packed(nbytes);
     tb_base_repack(type, bytes.data(), rows, cols, packed.data, tiles / 2, tiles);
     tb_base_repack(type, bytes.data(), rows, cols, packed.data, 0, tiles / 2);
@@ -271,21 +306,8 @@ static void check_base(const std::vector<const struct tb_kernels *> & sets, int 
     expected_pair = expected;
     scalar->mul_add(&m, &acts, pointers(expected_pair).data(), 0, tiles);
 
-    if (input == RANDOM) { // the scalar one against the values that ggml's bytes mean; Q2_K's sums for mins are rounded to 16 bits
-        const double bound = type == TB_BASE_Q2_K ? 3e-5 : 1e-6;
-        for (int64_t t = 0; t < n_tokens; t++) {
-            for (int64_t row = 0; row < rows; row++) {
-                double sum = 0.0, size = 0.0;
-                for (int64_t k = 0; k < cols; k++) {
-                    const int64_t first = t / TB_TOKENS * TB_TOKENS, width = tb_tile_width(&acts, first);
-                    const struct tb_run & run = acts.runs[first * (cols / TB_RUN) + k / TB_RUN * width + (t - first)];
-                    const double term = values[row * cols + k] * run.q[k % TB_RUN] * run.scale;
-                    sum += term;
-                    size += std::fabs(term);
-                }
-                check(std::fabs(expected[t * (rows + 1) + row] - sum) <= bound * size, name + "what ggml's bytes mean");
-            }
-        }
+    if (input == RANDOM) {
+        check_meaning(acts, values, mins, expected, rows, name);
     }
     for (const struct tb_kernels * k : sets) {
         k->quantize(&acts, xs.data(), 0, blocks);
