@@ -286,7 +286,10 @@ def _mean(values: list[float]) -> dict[str, float | None]:
 def render(result: dict[str, Any]) -> str:
     """The tables of measure()."""
     settings = result["settings"]
-    lines = [f"{settings['file']}, {settings['cpu']}, {settings['n_tokens']} tokens behind each prompt; ±: standard error over prompts"]
+    lines = [
+        f"{settings['file']}, {settings['cpu']}, {settings['threads']} of them used; {settings['n_tokens']} tokens behind each prompt; "
+        "±: standard error over prompts"
+    ]
     for name, (draft, *verify) in result["curves"].items():
         widths = ", ".join(f"{knot}: {value:.2f}" for knot, value in zip(KNOTS, verify, strict=True))
         lines.append(f"curve of {name}: a draft pass {draft:.2f}, verifying {widths}")
