@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from .. import bench_prompts
 from ..llama import Llama
@@ -32,7 +33,7 @@ def tokens_per_verification(path: Path, shape: str, temperature: float, tokens: 
     model = Llama(str(path), n_ctx=n_ctx, speculation=SHAPES[shape], n_threads=threads, verbose=False)
     try:
         rates = []
-        for seed, prompt in enumerate(prompts):
+        for seed, prompt in enumerate(tqdm(prompts, desc=f"{shape} t={temperature:g}", unit="prompt", disable=None)):
             model.reset()
             model.speculation_stats.reset()
             model.create_completion(
