@@ -256,7 +256,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--order", choices=order.ORDERS, default=order.NATURAL,
                         help="with --calibration: columns as they stand (default), or those with the strongest inputs first")  # fmt: skip
     parser.add_argument("--sweeps", metavar="N", type=int, default=SWEEPS,
-                        help="with --calibration: rounds that make a base of q2_0, q2_k or iq2_xs better (default %(default)s)")  # fmt: skip
+                        help="with --calibration: rounds that improve a base of q2_0, q2_k, iq2_xs (default %(default)s)")  # fmt: skip
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--vram", metavar="SIZE", type=size,
                         help="with --calibration: bases of 2 to 4 bits, where they buy most, in this much memory "
