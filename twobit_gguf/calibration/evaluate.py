@@ -123,11 +123,11 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 def render(result: dict[str, Any]) -> str:
     """The table for people."""
     width = max(16, *map(len, result["rows"]))
-    lines = [f"{'':{width}} {'bits in RAM':>11} {'KLD':>21} {'KLD 99.9 %':>10} {'same top, %':>15} {'perplexity':>17}"]
+    lines = [f"{'':{width}} {'bits in RAM':>11} {'KLD':>22} {'KLD 99.9 %':>10} {'same top, %':>15} {'perplexity':>17}"]
     for name, row in result["rows"].items():
         kld, top, ppl = row["kld"], row["same_top"], row["perplexity"]
         lines.append(
-            f"{name:{width}} {row['ram_bits']:11.2f} {kld['mean']:11.6f} ± {kld['stderr']:.5f} {row['kld_99_9']:10.4f} "
+            f"{name:{width}} {row['ram_bits']:11.2f} {kld['mean']:11.6f} ± {kld['stderr']:.6f} {row['kld_99_9']:10.4f} "
             f"{100 * top['mean']:8.2f} ± {100 * top['stderr']:.2f} {ppl['mean']:10.4f} ± {ppl['stderr']:.3f}"
         )
     for name, row in result.get("acceptance", {}).items():
