@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import signal
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +19,13 @@ import pytest
 
 from twobit_gguf import format, gguf_file, gguf_types
 from twobit_gguf._native import NativeError, check, ffi, lib
-from twobit_gguf.calibration import calibrate, collect, evaluate
+from twobit_gguf.calibration import answers, calibrate, collect, evaluate
 from twobit_gguf.calibration.divergence import Divergence, log_softmax
 from twobit_gguf.calibration.expand import base_bits, write_f16
 from twobit_gguf.calibration.factorise import Factors, damping_for, factorise
 from twobit_gguf.calibration.graph import Activations
 from twobit_gguf.calibration.mixed import Level, allocate
-from twobit_gguf.calibration.model import Runner, cut
+from twobit_gguf.calibration.model import CONTEXT, Runner, cut
 from twobit_gguf.calibration.order import BlockOrder
 from twobit_gguf.calibration.sensitivity import measure
 from twobit_gguf.calibration.store import Calibration
@@ -332,6 +336,57 @@ def test_windows_and_interruptions_do_not_change_the_bytes(
     assert [p.name for p in tmp_path.iterdir() if ".part" in p.name] == []
 
 
+def test_ctrl_c_inside_llama_cpp(smollm2_gguf: Path, text_file: Path, tmp_path: Path) -> None:
+    """Python raises it on the way into the eval callback, where ctypes would drop it."""
+    command = [sys.executable, "-m", "twobit_gguf.cli", "calibrate", str(smollm2_gguf), "-o", str(tmp_path / "c"), "--text", str(text_file)]
+    process = subprocess.Popen([*command, "--tokens", "8192"], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    while " passes" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(0.5)  # within the first batch of 2,048 tokens
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "run the same command to go on" in rest and "Traceback" not in rest
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_graph_that_ends_early_is_not_a_calibration(
+    tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect._Sums, "take", lambda self, weight, x: False)
+    command = [str(tiny_gguf("llama")), "-o", str(tmp_path / "c"), "--text", str(text_file), "--tokens", "2048"]
+    assert calibrate.main(command) == 2
+    assert not (tmp_path / "c").exists()
+
+
+def test_answers(smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own dialogues: full sequences, each from another instruction, the same every time; kept when interrupted."""
+    with Runner(smollm2_gguf, 2) as runner:
+        first, second = (answers.write(runner, 2, 2, lambda n: None) for _ in range(2))
+        start = runner.tokenize("<|im_start|>user\nWrite a Python function that reverses", special=True)
+    assert first.shape == (2, CONTEXT) and first.dtype == np.int32 and np.array_equal(first, second)
+    assert not np.array_equal(first[0], first[1])
+    text = first[0].tolist()
+    assert any(text[i : i + len(start)] == start.tolist() for i in range(CONTEXT))
+
+    monkeypatch.setattr(answers, "write", lambda *_: first)
+    command = [str(smollm2_gguf), "-o", str(tmp_path / "c"), "--tokens", "1024", "--answers", "1", "--threads", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "run", raising(KeyboardInterrupt()))
+        assert calibrate.main(command) == 130
+    monkeypatch.setattr(answers, "write", raising(AssertionError("written again")))
+    assert calibrate.main(command) == 0
+    assert Calibration(tmp_path / "c").info.tokens == 1024
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def function(*_: object) -> None:
+        raise error
+
+    return function
+
+
 def test_activations_with_nan_are_left_out(
     tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -376,8 +431,12 @@ def test_refusals(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: P
     assert calibrate.main([model, "-o", out, "--text", str(tmp_path / "missing")]) == 2
     assert calibrate.main([str(short), "-o", out, "--text", str(text_file)]) == 2
     assert calibrate.main([model, "-o", model, "--text", str(text_file)]) == 2
+    before = Path(model).read_bytes()
+    assert calibrate.main([model, "-o", model, "--text", str(text_file), "--force"]) == 2
+    assert Path(model).read_bytes() == before
+    assert calibrate.main([model, "-o", str(tmp_path), "--text", str(text_file), "--force"]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("twobit calibrate:")]
-    assert len(lines) == 4 and not (tmp_path / "c").exists()
+    assert len(lines) == 6 and not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("kind", ["q2_0", "q2_k", "iq2_xs"])

@@ -66,6 +66,11 @@ class _Sums:
     def start(self) -> None:
         self._missing = set(self.sums)
 
+    def check_complete(self) -> None:
+        """Raises TwobitError: the graph has ended before all inputs were seen."""
+        if self._missing:
+            raise TwobitError(f"{min(self._missing)}: was not computed, and {len(self._missing) - 1} others; nothing is kept of this batch")
+
     def wants(self, weight: str) -> bool:
         return weight in self._missing
 
@@ -143,6 +148,7 @@ class Collection:
             for b in range(first, len(self.batches)):
                 sums.start()
                 runner.run(self.batches[b], sums)
+                sums.check_complete()
                 progress()
                 if time.monotonic() - saved > pause:
                     started = time.monotonic()

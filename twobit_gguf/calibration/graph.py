@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -84,32 +87,57 @@ class Watcher(Protocol):
 
 
 class EvalCallback:
-    """A cb_eval that shows a watcher the matmuls by the model's weights. Set `watcher` before each llama_decode."""
+    """A cb_eval that shows a watcher the matmuls by the model's weights: `with callback.watched_by(watcher): llama_decode(…)`."""
 
     def __init__(self) -> None:
-        self.watcher: Watcher | None = None
-        self.error: BaseException | None = None
+        self._watcher: Watcher | None = None
+        self._error: BaseException | None = None
 
     def function(self, kind: Callable[[Any], Any]) -> Any:
         """The ctypes function, of the type of llama_context_params.cb_eval. Keep it as long as the context."""
         return kind(self._call)
 
-    def reraise(self) -> None:
-        """Raises what the watcher raised: nothing can be thrown through llama.cpp."""
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+    @contextlib.contextmanager
+    def watched_by(self, watcher: Watcher) -> Iterator[None]:
+        """Raises behind the block what the watcher raised, and KeyboardInterrupt: nothing can be thrown through llama.cpp."""
+        self._watcher, self._error = watcher, None
+        try:
+            with self._interrupt_kept():
+                yield
+        finally:
+            self._watcher = None
+        if self._error is not None:
+            raise self._error
+
+    @contextlib.contextmanager
+    def _interrupt_kept(self) -> Iterator[None]:
+        """Ctrl-C ends the graph at the next matmul. Python would raise it on the way into _call, where ctypes drops it."""
+        is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if not is_pythons or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def keep(_signal: int, _frame: object) -> None:
+            self._error = KeyboardInterrupt()
+
+        signal.signal(signal.SIGINT, keep)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _call(self, address: int, ask: bool, _user_data: object) -> bool:
         try:
             return self._visit(address, ask)
-        except BaseException as error:  # KeyboardInterrupt too
-            self.error = error
+        except BaseException as error:
+            self._error = error
             return False
 
     def _visit(self, address: int, ask: bool) -> bool:
-        if self.watcher is None or self.error is not None:
-            return not ask and self.error is None
+        if self._error is not None:
+            return ask  # asks to see this node, and ends the graph there
+        if self._watcher is None:
+            return not ask
         tensor = _Tensor.from_address(address)
         if tensor.name.decode("utf-8", "replace") == FINAL_NORM:
             # taken here, so that the logits, which nobody wants, need not be computed
@@ -120,9 +148,9 @@ class EvalCallback:
             result = address
         else:
             return not ask
-        if not self.watcher.wants(weight):
+        if not self._watcher.wants(weight):
             return not ask
-        return True if ask else self.watcher.take(weight, Activations(x, result))
+        return True if ask else self._watcher.take(weight, Activations(x, result))
 
 
 @functools.cache

@@ -37,10 +37,10 @@ class Runner:
         model_params.n_gpu_layers = 0
         model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
         model_params.use_extra_bufts = False
-        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-        if not self._model:
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        if not self.model:
             raise TwobitError(f"{path}: llama.cpp cannot load it; calibrate a GGUF that llama.cpp runs")
-        self.vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
 
         self._callback = EvalCallback()
         params = llama_cpp.llama_context_default_params()
@@ -53,14 +53,14 @@ class Runner:
         params.op_offload = params.offload_kqv = False
         self._function = self._callback.function(type(params.cb_eval))
         params.cb_eval = self._function
-        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        self._context = llama_cpp.llama_init_from_model(self.model, params)
         if not self._context:
             self.close()
             raise TwobitError(f"{path}: llama.cpp cannot make a context of {context * sequences} tokens; is there enough RAM?")
 
-    def tokenize(self, text: str) -> np.ndarray:
-        """(n,) i32, without special tokens."""
-        return tokenize(self.vocab, text)
+    def tokenize(self, text: str, special: bool = False) -> np.ndarray:
+        """(n,) i32, without BOS; special: what reads like a special token is one."""
+        return tokenize(self.vocab, text, special)
 
     @property
     def bos(self) -> int | None:
@@ -85,12 +85,10 @@ class Runner:
                     at = s * length + i
                     batch.token[at], batch.pos[at], batch.logits[at] = int(tokens[s, i]), i, 1
                     batch.n_seq_id[at], batch.seq_id[at][0] = 1, s
-            self._callback.watcher = watcher
-            result = llama_cpp.llama_decode(self._context, batch)
+            with self._callback.watched_by(watcher):
+                result = llama_cpp.llama_decode(self._context, batch)
         finally:
-            self._callback.watcher = None
             llama_cpp.llama_batch_free(batch)
-        self._callback.reraise()
         if result != 0:
             raise TwobitError(f"{self.path}: llama_decode failed ({result})")
 
@@ -102,9 +100,9 @@ class Runner:
     def close(self) -> None:
         if getattr(self, "_context", None):
             llama_cpp.llama_free(self._context)
-        if self._model:
-            llama_cpp.llama_model_free(self._model)
-        self._context = self._model = None
+        if self.model:
+            llama_cpp.llama_model_free(self.model)
+        self._context = self.model = None
 
     def __enter__(self) -> Runner:
         return self
@@ -149,11 +147,11 @@ def _bos(vocab: Any) -> int | None:
     return int(llama_cpp.llama_vocab_bos(vocab)) if llama_cpp.llama_vocab_get_add_bos(vocab) else None
 
 
-def tokenize(vocab: Any, text: str) -> np.ndarray:
+def tokenize(vocab: Any, text: str, special: bool = False) -> np.ndarray:
     """(n,) i32."""
     data = text.encode("utf-8")
     buffer = (ctypes.c_int32 * (len(data) + 8))()
-    n = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, len(buffer), False, False)
+    n = llama_cpp.llama_tokenize(vocab, data, len(data), buffer, len(buffer), False, special)
     if n < 0:
         raise TwobitError("llama.cpp could not tokenise the text")
     return np.array(buffer[:n], np.int32)
