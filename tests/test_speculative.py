@@ -270,6 +270,21 @@ def test_a_full_context_ends_as_in_llama_cpp(tiny: Callable[..., Llama]) -> None
         assert model("in the", max_tokens=5, temperature=0)["choices"][0]["text"]  # and it goes on
 
 
+@pytest.mark.parametrize(("n_ctx", "n_batch"), [(300, 512), (64, 512), (1, 1), (600, 3)])
+def test_contexts_and_batches_of_any_size(tiny: Callable[..., Llama], n_ctx: int, n_batch: int) -> None:
+    """llama.cpp rounds contexts up to 256s and aborts where a batch has no room for the sequences; llama_cpp's arrays do not follow."""
+    texts = []
+    for options in ({"mode": "full"}, {"speculation": fixed("comb")}, {"speculation": fixed("tree")}):
+        model = tiny(n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_batch, **options)
+        prompt = model.tokenize(b"in the other one")
+        made = list(itertools.islice(model.generate(prompt, temp=0.0), model.n_ctx() - len(prompt)))
+        assert len(prompt) + len(made) == model.n_ctx() >= n_ctx
+        answer = model("in the other one", max_tokens=4096, temperature=0.0)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        texts.append((made, answer["choices"][0]["text"]))
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_ten_thousand_tokens(tiny: Callable[..., Llama], monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that slide through a context of 2,048 tokens: no cell is left behind, and no memory.
 

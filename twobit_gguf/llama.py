@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import llama_cpp
 import llama_cpp.llama_cpp as llama_c
+import numpy as np
 
 from . import _native, format, gguf_file, plugin
 from .errors import MissingResidual, TwobitError
@@ -31,6 +32,8 @@ from .speculative import SpeculationOptions, SpeculationStats, Speculator
 Mode = Literal["speculative", "full", "draft"]
 
 _STOPPING = list(inspect.signature(llama_cpp.Llama.generate).parameters).index("stopping_criteria") - 2  # behind self and tokens
+
+_SMALLEST_CONTEXT, _SMALLEST_BATCH = 256, 32
 
 
 class Llama(llama_cpp.Llama):
@@ -93,6 +96,7 @@ class Llama(llama_cpp.Llama):
             for endpoint in rpc_servers.split(","):
                 plugin.add_rpc_server(endpoint)
         self.paired = open_if_paired(model_path, residual_path)
+        weights = not kwargs.get("vocab_only")
         if self.paired is None:
             if device is not None:
                 self._devices = device_list([device] if isinstance(device, str) else device)
@@ -101,6 +105,8 @@ class Llama(llama_cpp.Llama):
             except ValueError:
                 gguf_file.open_gguf(Path(model_path))  # says what is wrong with it, if we know
                 raise
+            if weights:
+                self._fit_arrays()
             return
 
         if n_gpu_layers is None:
@@ -113,9 +119,12 @@ class Llama(llama_cpp.Llama):
         # With flash attention every query is computed alike, whatever the width of the batch and the branches in the cache: without it
         # speculation would change the last digits, and now and then a token.
         kwargs.setdefault("flash_attn", True)
-        weights = not kwargs.get("vocab_only")
         with attached(self.paired, populate=populate, mlock=mlock_residual, verify=verify_checksums, weights=weights):
-            super().__init__(model_path, n_gpu_layers=n_gpu_layers, n_threads=n_threads or physical_cores(), **kwargs)
+            super().__init__(
+                model_path, n_gpu_layers=n_gpu_layers, n_threads=n_threads or physical_cores(), **_with_room(kwargs, self._speculation)
+            )
+        if weights:
+            self._fit_arrays()
         if weights and verify_checksums and not self.context_params.embeddings:
             self._check_weights()
 
@@ -255,6 +264,7 @@ class Llama(llama_cpp.Llama):
         """Goes back to a state."""
         self._settle()
         super().load_state(state)
+        self._fit_arrays()
 
     def close(self) -> None:
         """Frees the model."""
@@ -325,6 +335,13 @@ class Llama(llama_cpp.Llama):
         finally:
             self._settle()
             engine.remember()
+
+    def _fit_arrays(self) -> None:
+        """llama.cpp rounds a context up to 256s; llama_cpp's arrays have the size that was asked for, or that of a state's context."""
+        if len(self.input_ids) < self._n_ctx:
+            self.input_ids = np.concatenate([self.input_ids, np.zeros(self._n_ctx - len(self.input_ids), self.input_ids.dtype)])
+        if self._logits_all and len(self.scores) < self._n_ctx:
+            self.scores = np.concatenate([self.scores, np.zeros((self._n_ctx - len(self.scores), self._n_vocab), self.scores.dtype)])
 
     def _append(self, token: int) -> None:
         self.input_ids[self.n_tokens] = token
@@ -463,3 +480,12 @@ def _say_once(line: str) -> None:
     if line not in _said:
         _said.add(line)
         print(f"twobit: {line}", file=sys.stderr)
+
+
+def _with_room(kwargs: dict[str, Any], speculation: SpeculationOptions) -> dict[str, Any]:
+    """A context and batches that hold a token of every sequence: with less llama.cpp aborts the process."""
+    width = max(_SMALLEST_BATCH, speculation.n_seq)
+    n_ctx, n_batch, n_ubatch = (kwargs.get(name, 512) for name in ("n_ctx", "n_batch", "n_ubatch"))
+    return kwargs | {
+        "n_ctx": max(n_ctx, _SMALLEST_CONTEXT) if n_ctx else n_ctx, "n_batch": max(n_batch, width), "n_ubatch": max(n_ubatch, width),
+    }  # fmt: skip
