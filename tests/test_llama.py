@@ -148,6 +148,25 @@ def test_chat_and_json(load: Callable[..., Llama], paired_tiny: Callable[[str], 
     assert isinstance(json.loads(answer)["a"], bool)
 
 
+@pytest.mark.parametrize("mode", ["speculative", "full"])
+@pytest.mark.parametrize("bad", ["root ::= (((", "root ::= root", 'other ::= "a"', "root ::= " + 200_000 * "("])
+def test_a_bad_grammar(bad: str, mode: str, load: Callable[..., Llama], paired_tiny: Callable[[str], Path]) -> None:
+    """llama_cpp would crash: its sampler chain does not expect that there is none."""
+    model = load(paired_tiny("llama"), mode=mode)
+    first = text(model)
+    n_tokens, grammar = model.n_tokens, llama_cpp.LlamaGrammar.from_string(bad, verbose=False)
+    for ask in (
+        lambda: model("ab", grammar=grammar),
+        lambda: next(model("ab", grammar=grammar, stream=True)),
+        lambda: model.create_chat_completion([{"role": "user", "content": "in"}], grammar=grammar),
+        lambda: next(model.generate([5], grammar=grammar)),
+    ):
+        with pytest.raises(ValueError, match="grammar") as error:
+            ask()
+        assert "\n" not in str(error.value) and model.n_tokens == n_tokens
+    assert text(model) == first
+
+
 def test_prompt_cache_and_states(load: Callable[..., Llama], paired_tiny: Callable[[str], Path]) -> None:
     model = load(paired_tiny("llama"))
     first = text(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +37,21 @@ class Server(NamedTuple):
 
     def client(self, api_key: str = "secret") -> Any:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=api_key, timeout=120, max_retries=0)
+
+    def refusal(self, path: str, body: Any) -> dict[str, Any]:
+        """The error of a request that is the client's fault: status 400 in OpenAI's format, neither paths nor a traceback in the log."""
+        size = len(self.log.read_text())
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers), timeout=120)
+        text = caught.value.read().decode()
+        assert caught.value.code == 400, text
+        error = json.loads(text)["error"]
+        assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+        assert "/" not in error["message"] and "\n" not in error["message"]
+        assert "Traceback" not in self.log.read_text()[size:]
+        return error
 
     def hang_up(self, path: str, **body: Any) -> int:
         """Asks, closes the socket while the model is at work, and returns how many tokens were made in vain."""
@@ -93,6 +112,9 @@ def test_openai_client(server: Server, paired_smollm2: Path) -> None:
     whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, **PLAIN).choices[0].message.content
     chunks = client.chat.completions.create(model="tiny", messages=messages, max_tokens=10, stream=True, **PLAIN)
     assert whole and "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Say hello."}]}]
+    newer = client.chat.completions.create(model="tiny", messages=parts, max_completion_tokens=10, **PLAIN)
+    assert newer.choices[0].message.content == whole and newer.usage.completion_tokens <= 10
     with pytest.raises(openai.AuthenticationError):
         server.client("wrong").completions.create(model="tiny", prompt=PROMPT)
 
@@ -141,6 +163,90 @@ def test_a_prompt_too_long_is_refused(server: Server) -> None:
         ask(server, "word " * 3000)
     assert caught.value.code == "context_length_exceeded"
     assert ask(server)
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Say hello."}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("question", [{"prompt": "a"}, {"messages": HELLO}])
+@pytest.mark.parametrize("grammar", ["root ::= (((", "root ::= root", 'other ::= "a"', "root ::= " + 200_000 * "("])
+def test_a_bad_grammar_is_refused(grammar: str, question: dict[str, Any], stream: bool, server: Server) -> None:
+    path = CHAT if "messages" in question else COMPLETIONS
+    assert "grammar" in server.refusal(path, {**question, "max_tokens": 4, "grammar": grammar, "stream": stream})["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message", "param"),
+    [
+        (COMPLETIONS, b"{bad", "no JSON", None),
+        (COMPLETIONS, b"[1]", "body: Input should be", None),
+        (COMPLETIONS, {"prompt": 5}, "prompt: Input should be a valid string", "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt: one a request", None),
+        (COMPLETIONS, {"prompt": "a", "n": 2}, "n: one text a request", None),
+        (COMPLETIONS, {"prompt": "a", "top_p": 7}, "top_p: Input should be less than or equal to 1", "top_p"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 2}, "logprobs", None),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 2, "stream": True}, "logprobs", None),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}, "no token 999999", None),
+        (CHAT, {"messages": 5}, "messages: Input should be a valid list", "messages"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "'json_object'", "response_format"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "json_schema", None),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "schema", None),
+        (CHAT, {"messages": HELLO, "tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "'f' not found", None),
+        ("/extras/detokenize", {"tokens": [10_000_000]}, "tokens: this model has those from 0 to", None),
+    ],
+)
+def test_what_is_the_clients_fault(path: str, body: Any, message: str, param: str | None, server: Server) -> None:
+    error = server.refusal(path, body)
+    assert message in error["message"] and error["param"] == param
+
+
+def test_a_json_schema_is_followed(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    create = server.client().chat.completions.create
+    answer = create(model="tiny", messages=HELLO, max_tokens=60, response_format=form, **PLAIN).choices[0].message.content
+    assert isinstance(json.loads(answer)["a"], bool)
+    chunks = create(model="tiny", messages=HELLO, max_tokens=60, response_format=form, stream=True, **PLAIN)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError("bad"), 400), (RuntimeError("/secret"), 500)])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_stream_that_fails(begun: bool, error: Exception, status: int) -> None:
+    """Before its first bytes it gets a status; later, an error event."""
+    from twobit_gguf import server as module
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if begun:
+            await send({"type": "http.response.body", "body": b": ping\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})  # as a cancelled stream ends
+        raise error
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    with pytest.raises(RuntimeError) if status == 500 else contextlib.nullcontext():
+        asyncio.run(module.Watch(app)({"type": "http"}, receive, send))
+    body = sent[-1]["body"].decode()
+    assert sent[0]["status"] == (200 if begun else status) and not sent[-1].get("more_body") and "/secret" not in body
+    assert body.startswith("data: ") == begun and json.loads(body.removeprefix("data: "))["error"]["message"]
+
+
+def test_an_unknown_chat_format_is_refused_at_start(paired_smollm2: Path) -> None:
+    command = [sys.executable, "-m", "twobit_gguf.cli", "serve", str(paired_smollm2), "--port", str(free_port()), "--chat-format", "bogus"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    last = result.stderr.splitlines()[-1]
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert last.startswith("twobit serve: no chat format 'bogus': chat_template.default, ") and "llama-2" in last
 
 
 def test_a_long_prompt_is_given_up_between_batches(paired_tiny: Callable[[str], Path]) -> None:
