@@ -23,7 +23,7 @@ import llama_cpp
 import llama_cpp.llama_cpp as llama_c
 import numpy as np
 
-from . import _native, format, gguf_file, plugin
+from . import _native, format, gguf_file, grammar, plugin
 from .errors import MissingResidual, TwobitError
 from .format import PairedFile
 from .machine import cpu_name, physical_cores
@@ -282,6 +282,11 @@ class Llama(llama_cpp.Llama):
                 pieces[token] = super().detokenize([token])
         return b"".join([pieces[token] for token in tokens])
 
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("grammar") is not None:
+            grammar.check(kwargs["grammar"], self._loaded_model.vocab)
+        return super()._init_sampler(*args, **kwargs)
+
     @property
     def _token_bos(self) -> int:
         return self._loaded_model.token_bos()
@@ -441,7 +446,7 @@ def attached(
     if weights and taken < len(paired.pairs):
         print(
             f"twobit: WARNING: {paired.path}: {taken} of {len(paired.pairs)} weights have their residual, the others run at 2 bits; "
-            "put the layers on a TWOBIT device or on the CPU",
+            "put layers on TWOBIT devices only; those that n_gpu_layers (-ngl) leaves in RAM have theirs, too",
             file=sys.stderr,
         )
 
