@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from twobit_gguf import bench_policies, bench_prompts, bench_texts
+from twobit_gguf import bench_policies, bench_prompts, bench_texts, cli_bench
 from twobit_gguf.bench_policies import OWN_KV, FixedCosts
+from twobit_gguf.bench_reference import Reference
 from twobit_gguf.bench_saved import Saved
 from twobit_gguf.bench_texts import LLAMA_SPECULATIVE as LLAMA
 from twobit_gguf.errors import TwobitError
@@ -71,6 +72,24 @@ def test_whole_texts(paired_tiny: Callable[[str], Path], tiny_gguf: Callable[[st
     again = json.loads(bench(*arguments))
     assert again["runs"][:3] == result["runs"] and again["runs"][3]["prompt"] == last["prompt"]
     assert again["runs"][3]["results"]["plain"]["seconds"] != last["results"]["plain"]["seconds"]
+
+
+def test_a_plot_that_cannot_be_written(paired_tiny: Callable[[str], Path], prompts: Path) -> None:
+    pytest.importorskip("matplotlib")
+    kept = prompts.with_name("runs.json")
+    with pytest.raises(TwobitError, match="no such folder"):
+        arguments = ["--prompts", str(prompts), "--json-out", str(kept), "--plot", "/nowhere/x.png"]
+        cli_bench.main(["decode", str(paired_tiny("llama")), *arguments])
+    assert not kept.exists()  # nothing was measured
+
+
+def test_a_reference_that_dies_is_an_error(tiny_gguf: Callable[[str], Path]) -> None:
+    reference = Reference(tiny_gguf("llama"), 1, 64)
+    reference._process.kill()
+    reference._process.join()
+    with pytest.raises(TwobitError, match="has ended"):
+        reference("decoder", 4)
+    reference.close()
 
 
 def test_policies(paired_tiny: Callable[[str], Path], prompts: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
@@ -16,11 +17,12 @@ from pathlib import Path
 import conftest
 import numpy as np
 import pytest
+import tiny_models
 
 from twobit_gguf import format, gguf_file, gguf_types
 from twobit_gguf._native import NativeError, check, ffi, lib
 from twobit_gguf.calibration import answers, calibrate, collect, evaluate
-from twobit_gguf.calibration.divergence import Divergence, log_softmax
+from twobit_gguf.calibration.divergence import Divergence, log_softmax, mean
 from twobit_gguf.calibration.expand import base_bits, write_f16
 from twobit_gguf.calibration.factorise import Factors, damping_for, factorise
 from twobit_gguf.calibration.graph import Activations
@@ -30,6 +32,7 @@ from twobit_gguf.calibration.order import BlockOrder
 from twobit_gguf.calibration.sensitivity import measure
 from twobit_gguf.calibration.store import Calibration
 from twobit_gguf.calibration.text import default_text
+from twobit_gguf.calibration.units import size
 from twobit_gguf.convert_imatrix import Imatrix
 from twobit_gguf.errors import TwobitError
 
@@ -577,6 +580,23 @@ def test_mixed_bases_that_do_not_fit(
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "many"])
+@pytest.mark.parametrize("option", ["--base-bpw", "--damping", "--vram"])
+def test_numbers_that_are_none(option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from twobit_gguf.convert import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "in.gguf"), str(tmp_path / "o"), "--calibration", str(tmp_path / "c"), option, value])
+    assert f"error: argument {option}: " in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert (size("1.5K"), size("2g"), size("7")) == (1536, 2 << 30, 7)
+    for text in ("1e308T", "0.1", "4X", ""):
+        with pytest.raises(argparse.ArgumentTypeError):
+            size(text)
+
+
 def test_bits_go_where_they_buy_most() -> None:
     levels = {
         "flat": [Level(0, 100, 0.10), Level(1, 150, 0.09), Level(2, 200, 0.08)],
@@ -673,3 +693,61 @@ def test_eval(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path,
     assert 6 < rows["verify"]["ram_bits"] < 6.5 and rows["q8_0"]["ram_bits"] == 8.5
     assert 1 <= result["acceptance"]["chain8 t=0"]["mean"] <= 9
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".twobit-eval")] == []
+
+
+def test_eval_refuses_before_it_measures(
+    tiny_gguf: Callable[[str], Path], paired_tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    other = tiny_models.write(tmp_path / "other.gguf", "llama", n_vocab=352)
+    command = [str(paired_tiny("llama")), "--reference"]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "logits", None)  # nothing is measured
+        assert evaluate.main([*command, str(other)]) == 2
+        assert "320 tokens in its vocabulary, 352 in the reference's" in capsys.readouterr().err
+        for option in (["--threads", "-1"], ["--sequences", "0"], ["--prompts", "99"], ["--temperature", "nan"]):
+            with pytest.raises(SystemExit, match="2"):
+                evaluate.main([*command, str(other), *option])
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("llama_decode returned -1")
+
+    monkeypatch.setattr(evaluate, "logits", fails)
+    assert evaluate.main([*command, str(tiny_gguf("llama"))]) == 2
+    assert capsys.readouterr().err.endswith("twobit eval: llama_decode returned -1\n")
+
+
+def test_one_value_has_no_error(
+    tiny_gguf: Callable[[str], Path], paired_tiny: Callable[[str], Path], text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mean(np.array([3.0])).to_dict() == {"mean": 3.0, "stderr": None}
+    assert mean(np.array([1.0, 3.0])).to_dict() == {"mean": 2.0, "stderr": 1.0}
+    command = [str(paired_tiny("llama")), "--reference", str(tiny_gguf("llama")), "--text", str(text_file), "--sequences", "1", "--rows"]
+    capsys.readouterr()
+    assert evaluate.main([*command, "--acceptance", "chain8", "--prompts", "1", "--acceptance-tokens", "4", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "NaN" not in out and json.loads(out)["acceptance"]["chain8 t=0"]["stderr"] is None
+    assert " ± - tokens per verification" in evaluate.render(json.loads(out))
+
+
+def test_eval_prints_before_it_plots(
+    tiny_gguf: Callable[[str], Path], paired_tiny: Callable[[str], Path], text_file: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    figures = pytest.importorskip("matplotlib.figure")
+    command = [str(paired_tiny("llama")), "--reference", str(tiny_gguf("llama")), "--text", str(text_file), "--sequences", "1", "--json"]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(figures.Figure, "savefig", full)
+    capsys.readouterr()
+    assert evaluate.main([*command, "--rows", "draft", "--plot", str(tmp_path / "plot.png")]) == 2
+    printed = capsys.readouterr()
+    assert "draft" in json.loads(printed.out)["rows"]
+    assert printed.err.endswith(f"twobit eval: {tmp_path / 'plot.png'}: cannot be written: No space left on device\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "evaluate", None)  # nothing is measured
+        for plot, said in (("x.foo", ".png, "), (str(tmp_path / "none" / "x.png"), "no such folder"), ("no-ending", ".svg")):
+            assert evaluate.main([*command, "--plot", plot]) == 2
+            assert said in capsys.readouterr().err

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from twobit_gguf import llama_source
+
 TIMEOUT = 300
 
 
@@ -81,6 +83,14 @@ def test_run_takes_any_gguf(tiny_gguf: Callable[[str], Path]) -> None:
         (["bench", "decode", "FILE", "--plot", "x.png"], "go with --prompts"),
         (["bench", "decode", "FILE", "--prompts", "--draft-model", "FILE"], "name one"),
         (["bench", "policies", "FILE", "--context-text", "/dev/null", "--context", "100"], "100 are wanted"),
+        (["bench", "decode", "FILE", "--prompts", "-n", "1"], "1 is not from 2 to"),  # no time between tokens
+        (["run", "FILE", "-p", "x", "-c", "99999999999"], "99999999999 is not from 1 to 2147483647"),
+        (["run", "FILE", "-p", "x", "-ngl", "-2"], "-2 is not from -1 to"),
+        (["run", "FILE", "-p", "x", "-n", "many"], "'many' is not a whole number"),
+        (["run", "FILE", "-p", "x", "--temp", "nan"], "'nan' is not a finite number"),
+        (["run", "FILE", "-p", "x", "--min-p", "-1"], "-1 is below 0"),
+        (["run", "FILE", "-p", "x", "--repeat-penalty", "0"], "0 is not above 0"),
+        (["bench", "policies", "FILE", "--temp", "inf"], "'inf' is not a finite number"),
         (["bench"], "usage"),
         (["exec"], "no program"),
         (["exec", "--", "llama-nothing"], "llama-nothing: no such program"),
@@ -108,6 +118,40 @@ def test_a_broken_file_is_one_line(model: Path, tmp_path: Path) -> None:
         assert sum(line.startswith("twobit run: ") for line in result.stderr.splitlines()) == 1
 
 
+def test_no_standard_input(model: Path) -> None:
+    result = twobit("run", model, "-n", 5, preexec_fn=lambda: os.close(0))
+    assert result.returncode == 2 and result.stderr.endswith("twobit run: no prompt: give one with -p, or on standard input\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "FILE", "-p", "in", "-n", "5"], ["inspect", "FILE", "--json"]])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str], model: Path) -> None:
+    with open("/dev/full", "w") as full:
+        result = twobit(*(str(model) if argument == "FILE" else argument for argument in arguments),
+                        capture_output=False, stdout=full, stderr=subprocess.PIPE)  # fmt: skip
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].endswith(": No space left on device") and "Traceback" not in result.stderr
+
+
+def test_a_reader_that_hangs_up_is_no_error(model: Path) -> None:
+    command = [sys.executable, "-m", "twobit_gguf.cli", "inspect", str(model)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait(TIMEOUT)) == (b"", 0)
+    process.stderr.close()
+
+
+def test_other_devices_are_warned_of_and_the_advice_helps(model: Path) -> None:
+    warning = "0 of 15 weights have their residual, the others run at 2 bits; put layers on TWOBIT devices only"
+    assert warning in twobit("run", model, "-p", "in", "-n", 1, "--device", "CPU").stderr
+    assert "WARNING" not in twobit("run", model, "-p", "in", "-n", 1, "--device", "CPU", "-ngl", 0).stderr  # left in RAM
+
+
+def test_inspect_says_what_it_verified(model: Path) -> None:
+    assert twobit("inspect", model, "--verify").stdout.endswith("\nthe checksums of all pairs agree\n")
+
+
 def test_exec_sets_the_environment_up(model: Path) -> None:
     code = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k[:4] in ('GGML', 'TWOB')}))"
     result = twobit("exec", "--model", model, "--mode", "draft", "--", sys.executable, "-c", code)
@@ -124,6 +168,21 @@ def test_exec_names_the_device_for_llama_tools(tmp_path: Path) -> None:
     tool.chmod(0o755)
     assert twobit("exec", "--", tool, "-m", "x.gguf").stdout == "-m x.gguf -dev TWOBIT0\n"
     assert twobit("exec", "--", tool, "-m", "x.gguf", "--device", "CPU").stdout == "-m x.gguf --device CPU\n"
+
+
+def test_exec_finds_the_tools_that_were_built(tmp_path: Path) -> None:
+    tool = tmp_path / "twobit" / f"llama-tools-{llama_source.VERSION}-0" / "bin" / "llama-of-this-test"
+    tool.parent.mkdir(parents=True)
+    tool.write_text('#!/bin/sh\necho built "$@"\n')
+    tool.chmod(0o755)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    assert twobit("exec", "--", tool.name, "-m", "x.gguf", env=environment).stdout == "built -m x.gguf -dev TWOBIT0\n"
+    assert twobit("exec", "--print", "--", tool.name, env=environment).stdout.endswith(f"libggml-twobit.so {tool} -dev TWOBIT0\n")
+    in_path = tmp_path / tool.name
+    in_path.write_text("#!/bin/sh\necho in PATH\n")
+    in_path.chmod(0o755)
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    assert twobit("exec", "--", tool.name, env=environment).stdout == "in PATH\n"
 
 
 def test_interrupt_ends_quietly(model: Path) -> None:

@@ -30,7 +30,15 @@ def test_table_and_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         assert "kernels avx2" in table and "| R6 |" in table and "| Q2_K |" in table
 
 
-@pytest.mark.parametrize("options", [["--only", "R7"], ["--only", "read"], ["--weights", "0"]])
+@pytest.mark.parametrize("name", ["nowhere/times.png", "times.foo", "times", ""])
+def test_a_plot_that_cannot_be_written(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert bench_kernels.main([*SMALL, "--plot", str(tmp_path / name)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and str(tmp_path) in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--only", "R7"], ["--only", "read"], ["--weights", "0"], ["--seconds", "nan"]])
 def test_bad_options(options: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         bench_kernels.main(options)

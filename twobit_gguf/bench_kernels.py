@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import _native
+from . import _native, cli_options
 from .errors import TwobitError
 from .machine import describe, usable_cpus
-from .plotting import require
+from .plotting import require, save
 
 CONTESTANTS = ("read", "R4", "R5", "R6", "R8", "base Q2_K", "base Q2_0", "base Q2_K+R6", "base Q2_0+R6",
                "Q8_0", "Q6_K", "Q2_K", "Q2_K repacked", "Q2_0")  # fmt: skip
@@ -92,10 +92,10 @@ def render(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Writes a PNG: time against tokens, one panel for each number of threads, medians.
+    """Writes an image: time against tokens, one panel for each number of threads, medians.
 
     Raises:
-        TwobitError: matplotlib is not installed, or the file cannot be written.
+        TwobitError: matplotlib is not installed, or cannot write the file.
     """
     require(path)
     from matplotlib import pyplot
@@ -118,12 +118,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     panels[0][0].set_ylabel(f"ms for {result['weights'] / 1e6:.0f} M weights")
     panels[0][-1].legend(fontsize="small")
     figure.suptitle(result["cpu"])
-    try:
-        figure.savefig(path, format="png", dpi=120, bbox_inches="tight")
-    except OSError as error:
-        raise TwobitError(f"{path}: cannot be written ({error.strerror})") from None
-    finally:
-        pyplot.close(figure)
+    save(figure, path, dpi=120, bbox_inches="tight")
 
 
 def _rate(s: dict[str, Any], which: Any) -> float:  # GB/s
@@ -164,10 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", default=_threads(), metavar="N,…", help="(default: %(default)s)")
     parser.add_argument("--weights", type=int, default=1000, metavar="MILLIONS", help="how many weights (default: %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=60, metavar="S", help="how long to measure; at least 3 rounds (default: %(default)s)"
+        "--seconds", type=cli_options.number, default=60, metavar="S", help="how long to measure; at least 3 rounds (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="every single time, instead of the table")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="also write a plot of time against tokens")
+    parser.add_argument("--plot", type=Path, metavar="IMAGE", help="also write a plot of time against tokens")
     options = parser.parse_args(argv)
     unknown = [name for name in options.only.split(",") if name not in CONTESTANTS]
     if unknown:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .bench_texts import PHASES
-from .plotting import require
+from .plotting import require, save
 
 
 def texts(result: dict[str, Any], path: Path) -> None:
@@ -42,5 +42,4 @@ def texts(result: dict[str, Any], path: Path) -> None:
     phases.legend(fontsize=8)
     figure.suptitle(f"{Path(result['settings']['file']).name}, {result['settings']['cpu']}", fontsize=9)
     figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    save(figure, path)

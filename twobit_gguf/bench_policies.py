@@ -279,8 +279,7 @@ def _best(texts: list[dict[str, Any]], policies: list[str], costs: Costs) -> str
 
 
 def _mean(values: list[float]) -> dict[str, float | None]:
-    found = mean(np.array(values))
-    return {"mean": found.value, "stderr": found.error if len(values) > 1 else None}
+    return mean(np.array(values)).to_dict()
 
 
 def render(result: dict[str, Any]) -> str:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import shutil
 import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import llama_source
-from .errors import TwobitError
+from .errors import TwobitError, first_line
 
 if TYPE_CHECKING:
     import llama_cpp
@@ -56,13 +54,14 @@ class Reference:
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         """decoder(n_past), seconds(width) or generate(prompt, n_tokens, temperature, seed)."""
-        self._pipe.send((name, arguments))
-        return self._receive()
+        return self._receive(name, arguments)
 
-    def _receive(self) -> Any:
+    def _receive(self, *call: Any) -> Any:
         try:
+            if call:
+                self._pipe.send(call)
             failed, value = self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise TwobitError("the process that runs the reference has ended") from None
         if failed:
             raise TwobitError(value)
@@ -98,7 +97,7 @@ def _reference_process(pipe: Any, path: str, n_threads: int, n_ctx: int) -> None
     except (EOFError, KeyboardInterrupt):
         pass
     except Exception as error:
-        pipe.send((True, f"{path}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"))
+        pipe.send((True, f"{path}: {first_line(error)}"))
 
 
 class LlamaSpeculative:
@@ -113,7 +112,7 @@ class LlamaSpeculative:
         self._program = program
         threads = str(n_threads)
         self._arguments = [
-            str(program), "-m", str(target), "-md", str(draft), "--spec-type", "draft-simple", "-t", threads, "-tb", threads,
+            str(program.absolute()), "-m", str(target), "-md", str(draft), "--spec-type", "draft-simple", "-t", threads, "-tb", threads,
             "-td", threads, "-tbd", threads, "-fa", "on", "--no-escape", "--ignore-eos", "--top-k", str(SAMPLING["top_k"]),
             "--top-p", str(SAMPLING["top_p"]), "--min-p", str(SAMPLING["min_p"]), "--repeat-penalty", "1",
         ]  # fmt: skip
@@ -144,15 +143,6 @@ class LlamaSpeculative:
             "tokens_per_second": n / seconds, "seconds": seconds, "tokens_per_verification": n / (n - int(accepted[1])),
             "acceptance": int(accepted[1]) / int(drafted[1]) if int(drafted[1]) else 0.0,
         }  # fmt: skip
-
-
-def find_speculative() -> Path | None:
-    """llama-speculative-simple in PATH, or where scripts/build_llama_tools.py puts it."""
-    found = shutil.which(SPECULATIVE)
-    if found:
-        return Path(found)
-    built = llama_source.cache_dir().glob(f"llama-tools-{llama_source.VERSION}-*/bin/{SPECULATIVE}")
-    return max(built, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def without_plugin() -> dict[str, str]:

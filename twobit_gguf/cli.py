@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+
+from .cli_output import flushed
+from .errors import TwobitError, first_line
 
 _COMMANDS = {
     "run": ("cli_run", "generate text, or chat in the terminal"),
@@ -33,6 +35,10 @@ twobit COMMAND --help explains a command."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0; 2 and one line on stderr for what is refused; 130 when interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return flushed(" ".join(["twobit", *(word for word in arguments[:1] if word in _COMMANDS)]), lambda: _run(arguments))
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         lines = [f"  {name:<10} {what}" for name, (_, what) in _COMMANDS.items()]
         print(_USAGE.format(commands="\n".join(lines)))
@@ -44,21 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in _COMMANDS:
         print(f"twobit: no command {command!r}; there are {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    from .errors import TwobitError
-
     try:
         return int(importlib.import_module(f".{_COMMANDS[command][0]}", __package__).main(arguments[1:]) or 0)
-    except TwobitError as error:
-        print(f"twobit {command}: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, MemoryError) as error:  # llama.cpp does not take the file, or the memory
-        print(f"twobit {command}: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
+    except (TwobitError, ValueError, MemoryError, RuntimeError) as error:  # llama.cpp does not take the file or the memory, or fails
+        print(f"twobit {command}: {first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `twobit inspect FILE | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _version(package: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import bench_prompts, cli_options
+from . import bench_prompts, cli_options, llama_source
 from .errors import TwobitError
 from .machine import physical_cores
 
@@ -53,16 +53,16 @@ def _decode(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", metavar="N", type=cli_options.positive, default=10, help="default %(default)s")
     group = parser.add_argument_group("whole texts")
     _add_prompts(group, None)
-    group.add_argument("-n", "--tokens", metavar="N", type=cli_options.positive, default=128,
+    group.add_argument("-n", "--tokens", metavar="N", type=cli_options.whole(2), default=128,
                        help="of each text (default %(default)s); its end does not stop it")  # fmt: skip
-    group.add_argument("--temp", metavar="X", type=float, nargs="+", default=[0.0, 0.7], help="temperatures (default 0 0.7)")
+    group.add_argument("--temp", metavar="X", type=cli_options.number, nargs="+", default=[0.0, 0.7], help="temperatures (default 0 0.7)")
     group.add_argument("--shapes", nargs="+", choices=("comb", "chain", "tree"), default=["comb", "chain", "tree"], help="default: all")
     group.add_argument("--draft-model", metavar="GGUF", type=Path,
                        help="draft of llama.cpp's own speculation with --reference as its target, for example Q2_K")  # fmt: skip
     group.add_argument("--llama-speculative", metavar="PROGRAM", type=Path,
                        help="a stock llama-speculative-simple (default: in PATH, or what scripts/build_llama_tools.py built)")  # fmt: skip
     _add_output(group)
-    group.add_argument("--plot", type=Path, metavar="PNG", help="also plot tokens a second and where the time goes")
+    group.add_argument("--plot", type=Path, metavar="IMAGE", help="also plot tokens a second and where the time goes")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     for path in (args.file, args.reference, args.prompts, args.draft_model, args.llama_speculative, args.context_text):
@@ -104,7 +104,7 @@ def _policies(argv: Sequence[str]) -> int:
     _add_model(parser)
     _add_prompts(parser, bench_prompts.BUILTIN)
     parser.add_argument("-n", "--tokens", metavar="N", type=cli_options.positive, default=64, help="of each text (default %(default)s)")
-    parser.add_argument("--temp", metavar="X", type=float, nargs="+", default=[0.0], help="temperatures (default: greedy)")
+    parser.add_argument("--temp", metavar="X", type=cli_options.number, nargs="+", default=[0.0], help="temperatures (default: greedy)")
     parser.add_argument("--rounds", metavar="N", type=cli_options.positive, default=10,
                         help="of measuring this machine's curve (default %(default)s)")  # fmt: skip
     _add_output(parser)
@@ -130,7 +130,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="a paired GGUF")
     parser.add_argument("-t", "--threads", metavar="N", type=cli_options.positive, help="default: all physical cores")
     parser.add_argument("--device", metavar="NAME", help="default: all TWOBITn")
-    parser.add_argument("-ngl", "--gpu-layers", metavar="N", type=int, help="default: all")
+    parser.add_argument("-ngl", "--gpu-layers", metavar="N", type=cli_options.whole(-1), help="default: all")
 
 
 def _add_prompts(group: Any, default: Path | None) -> None:
@@ -172,9 +172,9 @@ def _prompts(args: argparse.Namespace) -> list[bench_prompts.Prompt]:
 def _llama_speculative(args: argparse.Namespace) -> tuple[Path, Path] | None:
     if args.draft_model is None:
         return None
-    from .bench_reference import SPECULATIVE, find_speculative
+    from .bench_reference import SPECULATIVE
 
-    program = args.llama_speculative or find_speculative()
+    program = args.llama_speculative or llama_source.tool(SPECULATIVE)
     if program is None:
         raise TwobitError(f"{SPECULATIVE} is neither in PATH nor in the cache: scripts/build_llama_tools.py builds it")
     return program, args.draft_model

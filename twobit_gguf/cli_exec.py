@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import _native
+from . import _native, llama_source
 from .errors import TwobitError
 
 # how the tools say where layers go; with none of these the plugin's device is named for them
@@ -22,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="twobit exec",
         usage="twobit exec [--model FILE] [--mode full|draft] [--print] -- PROGRAM [ARGUMENT …]",
         description="Runs llama-server, llama-cli, llama-bench, … of a llama.cpp built from the same version, with the plugin in "
-        "GGML_BACKEND_PATH. If the arguments name no device, -dev TWOBIT0 is added for programs called llama-*.",
+        "GGML_BACKEND_PATH. PROGRAM is a path, a name in PATH, or a tool that scripts/build_llama_tools.py built. "
+        "If the arguments name no device, -dev TWOBIT0 is added for programs called llama-*.",
         epilog="example: twobit exec -- llama-server -m out.gguf --port 8080",
     )
     parser.add_argument("--model", metavar="FILE", type=Path,
@@ -42,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings["TWOBIT_MODEL"] = str(args.model.resolve())
     if args.mode is not None:
         settings["TWOBIT_MODE"] = args.mode
-    program = shutil.which(command[0])
+    program = llama_source.tool(command[0])
     if program is None:
-        raise TwobitError(f"{command[0]}: no such program")
-    if Path(program).name.startswith("llama-") and not any(argument.split("=")[0] in _DEVICE_OPTIONS for argument in command[1:]):
+        raise TwobitError(f"{command[0]}: no such program, neither in PATH nor among those that scripts/build_llama_tools.py builds")
+    if program.name.startswith("llama-") and not any(argument.split("=")[0] in _DEVICE_OPTIONS for argument in command[1:]):
         command = [*command, "-dev", "TWOBIT0"]
     if args.print:
-        print(" ".join(f"{name}={value}" for name, value in settings.items()), " ".join(command))
+        print(" ".join(f"{name}={value}" for name, value in settings.items()), " ".join([str(program), *command[1:]]))
         return 0
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,6 +15,8 @@ from .speculative.options import Shape, SpeculationOptions
 if TYPE_CHECKING:
     from .llama import Llama
 
+MOST = 2**31 - 1  # llama.cpp's int
+
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """FILE and how to load it."""
@@ -21,7 +25,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
                         help="full: base + residual; draft: the 2-bit base alone; speculative (default): full's text, faster")  # fmt: skip
     parser.add_argument("-c", "--ctx", metavar="N", type=positive, default=4096, help="context in tokens (default %(default)s)")
     parser.add_argument("-t", "--threads", metavar="N", type=positive, help="default: all physical cores")
-    parser.add_argument("-ngl", "--gpu-layers", metavar="N", type=int, help="layers on the device, -1 for all (default)")
+    parser.add_argument("-ngl", "--gpu-layers", metavar="N", type=whole(-1), help="layers on the device, -1 for all (default)")
     parser.add_argument("--device", metavar="NAME", help="TWOBIT0, …; several with commas (default: all TWOBITn)")
     parser.add_argument("--rpc", metavar="HOST:PORT", help="ggml RPC servers whose devices join, with commas")
     parser.add_argument("--residual", metavar="PATH", help="the residual's own file, if it is not beside FILE")
@@ -41,7 +45,8 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-nodes", metavar="N", type=positive, default=defaults.max_nodes,
                        help="drafted tokens a verification (default %(default)s)")  # fmt: skip
     group.add_argument("--fixed", action="store_true", help="always draft to the limits instead of following measured costs")
-    group.add_argument("--lookup", metavar="N", type=int, default=0, help="also continue n-grams of this length seen before (0: off)")
+    group.add_argument("--lookup", metavar="N", type=whole(0), default=0,
+                       help="also continue n-grams of this length seen before (0: off)")  # fmt: skip
 
 
 def speculation(args: argparse.Namespace) -> SpeculationOptions:
@@ -71,9 +76,48 @@ def load(args: argparse.Namespace, kind: type[Llama] | None = None, **more: Any)
     return (kind or Llama)(str(args.file), **options, **more)
 
 
-def positive(text: str) -> int:
-    """An argparse type: a whole number from 1 on."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
+# ---- argparse types ----
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not from {least} to {most}")
+        return value
+
+    return parse
+
+
+positive = whole(1)
+
+
+def number(text: str) -> float:
+    """A finite number from 0 on."""
+    value = _finite(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    value = _finite(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _finite(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value

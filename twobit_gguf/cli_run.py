@@ -27,12 +27,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="text to go on from")
     parser.add_argument("-n", "--tokens", metavar="N", type=cli_options.positive, default=None,
                         help="at most this many (default 128; in a chat, to the end)")  # fmt: skip
-    parser.add_argument("--temp", metavar="X", type=float, default=None, help="temperature; 0 is greedy (default 0; in a chat 0.7)")
-    parser.add_argument("--top-k", metavar="N", type=int, default=40)
-    parser.add_argument("--top-p", metavar="X", type=float, default=0.95)
-    parser.add_argument("--min-p", metavar="X", type=float, default=0.05)
-    parser.add_argument("--repeat-penalty", metavar="X", type=float, default=1.0)
-    parser.add_argument("--seed", metavar="N", type=int, default=None)
+    parser.add_argument("--temp", metavar="X", type=cli_options.number, help="temperature; 0 is greedy (default 0; in a chat 0.7)")
+    parser.add_argument("--top-k", metavar="N", type=cli_options.whole(-1), default=40)
+    parser.add_argument("--top-p", metavar="X", type=cli_options.number, default=0.95)
+    parser.add_argument("--min-p", metavar="X", type=cli_options.number, default=0.05)
+    parser.add_argument("--repeat-penalty", metavar="X", type=cli_options.positive_number, default=1.0)
+    parser.add_argument("--seed", metavar="N", type=cli_options.whole(-1, 2**32 - 1))
     parser.add_argument("--system", metavar="TEXT", help="system message of a chat")
     parser.add_argument("--json", action="store_true", help="text, speed and counters as JSON")
     cli_options.add_speculation(parser)
@@ -42,6 +42,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exit status 0, or an exception that cli.main turns into 2 and one line."""
     args = _parse(argv)
+    if args.prompt is None and sys.stdin is None:  # <&-
+        raise TwobitError("no prompt: give one with -p, or on standard input")
     chat = args.prompt is None and sys.stdin.isatty() and not args.json
     model = cli_options.load(args, speculation=cli_options.speculation(args))
     try:

@@ -25,12 +25,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from . import convert_plan, convert_probe, convert_report, format, gguf_file, gguf_types, hf
+from . import cli_options, convert_plan, convert_probe, convert_report, format, gguf_file, gguf_types, hf
 from ._native import NativeError
 from .calibration import mixed, order
 from .calibration.quantizer import SWEEPS, FeedbackFactory
 from .calibration.store import Calibration
 from .calibration.units import size
+from .cli_output import flushed
 from .convert_bases import Bases
 from .convert_imatrix import Imatrix
 from .convert_plan import Action, Options, Step
@@ -251,7 +252,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="importance matrix of llama-imatrix (GGUF or .dat), or a .calib, whose diagonal it is")  # fmt: skip
     parser.add_argument("--calibration", metavar="FILE", type=Path,
                         help="XᵀX from `twobit calibrate`: base (q2_0, q2_k, iq2_xs) and residual get error feedback")  # fmt: skip
-    parser.add_argument("--damping", metavar="X", type=float,
+    parser.add_argument("--damping", metavar="X", type=cli_options.positive_number,
                         help="of the calibration, for example 0.01 (default: by the amount of text, input by input)")  # fmt: skip
     parser.add_argument("--order", choices=order.ORDERS, default=order.NATURAL,
                         help="with --calibration: columns as they stand (default), or those with the strongest inputs first")  # fmt: skip
@@ -261,7 +262,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     budget.add_argument("--vram", metavar="SIZE", type=size,
                         help="with --calibration: bases of 2 to 4 bits, where they buy most, in this much memory "
                         "(8192 tokens of KV cache and buffers taken off)")  # fmt: skip
-    budget.add_argument("--base-bpw", metavar="X", type=float, help="the same, with X bits a weight on average")
+    budget.add_argument("--base-bpw", metavar="X", type=cli_options.positive_number, help="the same, with X bits a weight on average")
     parser.add_argument("--residual-file", metavar="off|auto|PATH", default="auto",
                         help="put the residual into a file of its own; auto: above 45 GB (default)")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace an existing output")
@@ -279,14 +280,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--base-from brings the bases' types along: leave --base, --vram and --base-bpw out")
     if not 0 <= args.sweeps <= 100:
         parser.error("--sweeps must be 0 to 100")
-    if args.damping is not None and not 0 < args.damping <= 10:
-        parser.error("--damping must be above 0, at most 10")
+    if args.damping is not None and args.damping > 10:
+        parser.error("--damping must be at most 10")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Exit status 0, 2 for what it refuses (one line on stderr), 130 when interrupted."""
-    args = _parse(argv)
+    return flushed("twobit-convert", lambda: _main(_parse(argv)))
+
+
+def _main(args: argparse.Namespace) -> int:
     options = Options(args.base, convert_plan.RESIDUALS[args.residual], convert_plan.EMBEDDINGS[args.embedding])
     job = Job(args.source, args.out, options, args.imatrix, args.residual_file, args.force, args.threads, args.quiet)
     signal.signal(signal.SIGTERM, _interrupt)  # a terminated conversion cleans up as an interrupted one does

@@ -9,3 +9,10 @@ class TwobitError(Exception):
 
 class MissingResidual(TwobitError):
     """A paired file whose residual is gone (tail cut or dropped by a rewriting tool): only its 2-bit base is left."""
+
+
+def first_line(error: BaseException) -> str:
+    """What it says, with the file that an OSError names; its type where it says nothing."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

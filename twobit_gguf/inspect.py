@@ -1,4 +1,7 @@
-"""twobit inspect FILE: what a paired GGUF holds, and with --verify whether every byte of it is as it was written."""
+"""twobit inspect FILE: what a paired GGUF holds, and with --verify whether base and residual of every pair are as they were written.
+
+Tensors that are not paired have no checksum.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="twobit inspect", description="Shows the pairs of a paired GGUF and checks its structure.")
     parser.add_argument("file", metavar="FILE", type=Path)
     parser.add_argument("--residual", metavar="PATH", type=Path, help="the residual's own file, if it is not beside FILE")
-    parser.add_argument("--verify", action="store_true", help="compare every checksum, too")
+    parser.add_argument("--verify", action="store_true", help="compare the checksums of every pair, too; what is not paired has none")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     try:
@@ -105,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(render(about))
         if args.verify:
-            print("all checksums agree")
+            print("the checksums of all pairs agree")
     return 0
 
 

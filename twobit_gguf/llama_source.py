@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -30,6 +31,13 @@ def cache_dir() -> Path:
     """The folder for what twobit fetches or builds once: $XDG_CACHE_HOME/twobit."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "twobit"
+
+
+def tool(name: str) -> Path | None:
+    """A program of llama.cpp (or any other): a path, in PATH, or where scripts/build_llama_tools.py puts them."""
+    built = sorted(cache_dir().glob(f"llama-tools-{VERSION}-*/bin"), key=os.path.getmtime, reverse=True)
+    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, built)))
+    return Path(found).absolute() if found else None
 
 
 def path() -> Path:

@@ -9,19 +9,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over tokens and its standard error (tokens taken as independent, as llama-perplexity does)."""
+    """A mean over tokens and its standard error (tokens taken as independent, as llama-perplexity does), which one value does not have."""
 
     value: float
-    error: float
+    error: float | None
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float | None]:
         return {"mean": self.value, "stderr": self.error}
 
 
 def mean(values: np.ndarray) -> Mean:
     """values: (n,)."""
     n = len(values)
-    return Mean(float(values.mean()), float(values.std(ddof=1) / np.sqrt(n)) if n > 1 else float("nan"))
+    return Mean(float(values.mean()), float(values.std(ddof=1) / np.sqrt(n)) if n > 1 else None)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -56,5 +56,5 @@ class Divergence:
             "kld": mean(kld).to_dict(),
             "kld_99_9": float(np.quantile(kld, 0.999)),
             "same_top": mean(np.concatenate(self.same_top).astype(np.float64)).to_dict(),
-            "perplexity": Mean(perplexity, perplexity * nll.error).to_dict(),
+            "perplexity": Mean(perplexity, None if nll.error is None else perplexity * nll.error).to_dict(),
         }

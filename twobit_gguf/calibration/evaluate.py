@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -21,11 +20,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from .. import format
-from .._native import NativeError
-from ..errors import TwobitError
+from .. import cli_options, format
+from ..errors import TwobitError, first_line
 from ..llama import Llama, Mode
-from ..plotting import require
+from ..plotting import require, save
 from . import acceptance
 from .divergence import Divergence, log_softmax
 from .expand import base_bits, quantize_stock, ram_bits, write_f16
@@ -65,15 +63,9 @@ class Reference:
         self.summary = itself.summary()
 
     def compare(self, path: Path, mode: Mode, what: str) -> dict[str, object]:
-        """The divergence of a model from the reference.
-
-        Raises:
-            TwobitError: its vocabulary is another.
-        """
+        """The divergence of a model, of the same vocabulary, from the reference."""
         divergence = Divergence()
         for i, rows in enumerate(_progress(logits(path, mode, self.sequences, self.threads), what, len(self.sequences))):
-            if rows.shape != self.log_p[i].shape:
-                raise TwobitError(f"{path}: {rows.shape[1]} tokens in its vocabulary, {self.log_p.shape[2]} in the reference's")
             divergence.add(self.log_p[i], rows, self.sequences[i, _FIRST + 1 :])
         return divergence.summary()
 
@@ -82,9 +74,16 @@ def _progress(rows: Iterator[np.ndarray], what: str, total: int) -> Iterator[np.
     return iter(tqdm(rows, desc=what, total=total, unit="seq", disable=None))
 
 
+def _check_vocabularies(path: Path, reference: Path) -> None:
+    with Vocabulary(path) as ours, Vocabulary(reference) as theirs:
+        if len(ours) != len(theirs):
+            raise TwobitError(f"{path}: {len(ours)} tokens in its vocabulary, {len(theirs)} in the reference's")
+
+
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Raises TwobitError, NativeError."""
+    """Raises TwobitError; OSError: the temporary files cannot be written."""
     paired = format.open_paired(args.model)
+    _check_vocabularies(args.model, args.reference)
     text = read_texts(args.text) if args.text else default_text(held_out=True)
     rows: dict[str, Any] = {}
     result: dict[str, Any] = {"model": str(args.model), "reference": str(args.reference), "base_bpw": base_bits(paired), "rows": rows}
@@ -131,7 +130,8 @@ def render(result: dict[str, Any]) -> str:
             f"{100 * top['mean']:8.2f} ± {100 * top['stderr']:.2f} {ppl['mean']:10.4f} ± {ppl['stderr']:.3f}"
         )
     for name, row in result.get("acceptance", {}).items():
-        lines.append(f"{name}: {row['mean']:.2f} ± {row['stderr']:.2f} tokens per verification")
+        error = "-" if row["stderr"] is None else f"{row['stderr']:.2f}"
+        lines.append(f"{name}: {row['mean']:.2f} ± {error} tokens per verification")
     return "\n".join(lines)
 
 
@@ -139,7 +139,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     """KLD against the bits that a step of decoding reads from RAM, as an image.
 
     Raises:
-        TwobitError: matplotlib is missing.
+        TwobitError: matplotlib is missing, or cannot write it.
     """
     require(path)
     from matplotlib import pyplot
@@ -155,8 +155,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("mean KL divergence to the reference, nats")
     axes.set_title(Path(result["model"]).name)
     figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -165,22 +164,21 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reference", type=Path, required=True, metavar="REF.gguf", help="what it should be like, best its f16")
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE",
                         help="not the calibration's (default: passages of what Python ships with that calibrate leaves out)")  # fmt: skip
-    parser.add_argument("--sequences", type=int, default=16, help="of 512 tokens (default: %(default)s)")
+    parser.add_argument("--sequences", type=cli_options.positive, default=16, help="of 512 tokens (default: %(default)s)")
     parser.add_argument("--beside", nargs="+", choices=_STOCK, default=[], help="stock types of the reference, for comparison")
     parser.add_argument("--rows", nargs="*", choices=_ROWS, default=_ROWS[:3],
                         help="what to measure (default: %(default)s); -weights needs disk space for an f16 copy")  # fmt: skip
     parser.add_argument("--acceptance", nargs="+", choices=acceptance.SHAPES, default=[], help="also measure tokens per verification")
-    parser.add_argument("--temperature", nargs="+", type=float, default=[0.0], help="for --acceptance (default: greedy)")
-    parser.add_argument("--prompts", type=int, default=acceptance.N_PROMPTS, help="for --acceptance (default: all %(default)s)")
-    parser.add_argument("--acceptance-tokens", type=int, default=96, help="generated behind each prompt (default: %(default)s)")
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--temperature", nargs="+", type=cli_options.number, default=[0.0], help="for --acceptance (default: greedy)")
+    parser.add_argument("--prompts", type=cli_options.whole(1, acceptance.N_PROMPTS), default=acceptance.N_PROMPTS,
+                        help="for --acceptance (default: all %(default)s)")  # fmt: skip
+    parser.add_argument("--acceptance-tokens", type=cli_options.positive, default=96,
+                        help="generated behind each prompt (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--threads", type=cli_options.positive)
     parser.add_argument("--tmp", type=Path, metavar="FOLDER", help="for temporary files (default: beside FILE)")
     parser.add_argument("--plot", type=Path, metavar="IMAGE", help="write a plot of KLD against bits in RAM")
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(argv)
-    if args.sequences < 1 or not 1 <= args.prompts <= acceptance.N_PROMPTS or args.acceptance_tokens < 1:
-        parser.error("--sequences, --prompts and --acceptance-tokens must be at least 1, prompts at most " + str(acceptance.N_PROMPTS))
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -190,18 +188,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.plot:
             require(args.plot)
-        result = evaluate(args)
+        try:
+            result = evaluate(args)
+        except OSError as error:
+            raise TwobitError(f"{error.filename or args.tmp or args.model.parent}: {error.strerror}") from None
+        print(json.dumps(result, indent=2) if args.json else render(result))
         if args.plot:
             plot(result, args.plot)
-    except (TwobitError, NativeError, ValueError) as error:
-        print(f"twobit eval: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"twobit eval: {error.filename or args.tmp or os.curdir}: {error.strerror}", file=sys.stderr)
+    except (TwobitError, ValueError, RuntimeError) as error:
+        print(f"twobit eval: {first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    print(json.dumps(result, indent=2) if args.json else render(result))
     return 0
 
 
