@@ -1,4 +1,4 @@
-"""Calibration text that the model writes itself: answers to built-in instructions, in its own chat format.
+"""Text that the model writes itself: answers to built-in instructions, in its own chat format.
 
 A base that is fitted to other people's prose and code alone is better there and no better, or worse, at what a draft is for: foreseeing
 what the model says (docs/quality.md, "What the text must be"). Base models, without a chat template, go on from the bare instruction.
@@ -24,15 +24,18 @@ _WIDTH = 16  # sequences written at once: the weights are read once for all of t
 _TOP_K, _TOP_P, _TEMPERATURE = 40, 0.95, 0.8  # as people run such models
 
 
-def write(runner: Runner, n_sequences: int, threads: int, progress: Callable[[int], object]) -> np.ndarray:
+def write(
+    runner: Runner, n_sequences: int, threads: int, progress: Callable[[int], object], instructions: Path = INSTRUCTIONS
+) -> np.ndarray:
     """(n_sequences, CONTEXT) i32: dialogues one behind the other, cut at the end. The same for the same model, machine and threads.
 
     progress: called with the number of tokens that were added.
+    instructions: a file of bench_prompts.
 
     Raises:
         TwobitError: llama.cpp cannot run the model so.
     """
-    prompts = bench_prompts.prepare(bench_prompts.read(INSTRUCTIONS), runner.path)
+    prompts = bench_prompts.prepare(bench_prompts.read(instructions), runner.path)
     prompt_tokens = itertools.cycle([runner.tokenize(prompt.text, special=True).tolist() for prompt in prompts])
     rows: list[list[int]] = []
     for first in range(0, n_sequences, _WIDTH):
