@@ -676,6 +676,18 @@ def test_divergence() -> None:
     assert np.isclose(other.summary()["perplexity"]["mean"], 11, rtol=1e-4)  # type: ignore[index]
 
 
+def test_eval_on_answers(tiny_gguf: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reference's own texts are likelier to it than any other."""
+    source = tiny_gguf("qwen2")
+    paired = conftest.convert(source, tmp_path / "paired.gguf")
+    capsys.readouterr()
+    perplexity = []
+    for option in (["--answers"], []):
+        assert evaluate.main([str(paired), "--reference", str(source), "--sequences", "2", "--rows", "verify", "--json", *option]) == 0
+        perplexity.append(json.loads(capsys.readouterr().out)["rows"]["reference"]["perplexity"]["mean"])
+    assert perplexity[0] < 0.9 * perplexity[1]
+
+
 def test_eval(tiny_gguf: Callable[[str], Path], text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny_gguf("qwen2")
     paired = conftest.convert(source, tmp_path / "paired.gguf")

@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from .. import cli_options, format
+from .. import bench_prompts, cli_options, format
 from ..errors import TwobitError, first_line
 from ..llama import Llama, Mode
+from ..machine import physical_cores
 from ..plotting import require, save
-from . import acceptance
+from . import acceptance, answers
 from .divergence import Divergence, log_softmax
 from .expand import base_bits, quantize_stock, ram_bits, write_f16
-from .model import CONTEXT, Vocabulary, cut
+from .model import CONTEXT, Runner, Vocabulary, cut
 from .text import default_text, read_texts
 
 _ROWS = ("verify", "verify-weights", "draft", "draft-weights", "draft-layers-weights")
@@ -50,10 +51,10 @@ def logits(path: Path, mode: Mode, sequences: np.ndarray, threads: int | None) -
 class Reference:
     """The reference's log probabilities, kept in a temporary file."""
 
-    def __init__(self, path: Path, text: str, n_sequences: int, folder: Path, threads: int | None) -> None:
+    def __init__(self, path: Path, sequences: np.ndarray, folder: Path, threads: int | None) -> None:
+        self.sequences = sequences
         with Vocabulary(path) as vocabulary:
-            self.sequences = cut(vocabulary.tokenize(text), vocabulary.bos, CONTEXT, n_sequences)
-            shape = (len(self.sequences), CONTEXT - 1 - _FIRST, len(vocabulary))
+            shape = (len(sequences), CONTEXT - 1 - _FIRST, len(vocabulary))
         self.log_p = np.memmap(folder / "reference.f32", np.float32, "w+", shape=shape)
         self.threads = threads
         itself = Divergence()
@@ -74,6 +75,20 @@ def _progress(rows: Iterator[np.ndarray], what: str, total: int) -> Iterator[np.
     return iter(tqdm(rows, desc=what, total=total, unit="seq", disable=None))
 
 
+def _sequences(args: argparse.Namespace) -> np.ndarray:
+    """(n, CONTEXT) i32, what all are compared on."""
+    if args.answers:
+        threads = args.threads or physical_cores()
+        with (
+            Runner(args.reference, threads, sequences=1) as runner,
+            tqdm(total=args.sequences * CONTEXT, desc="answers", unit="tok", disable=None) as bar,
+        ):
+            return answers.write(runner, args.sequences, threads, bar.update, bench_prompts.BUILTIN)
+    text = read_texts(args.text) if args.text else default_text(held_out=True)
+    with Vocabulary(args.reference) as vocabulary:
+        return cut(vocabulary.tokenize(text), vocabulary.bos, CONTEXT, args.sequences)
+
+
 def _check_vocabularies(path: Path, reference: Path) -> None:
     with Vocabulary(path) as ours, Vocabulary(reference) as theirs:
         if len(ours) != len(theirs):
@@ -84,12 +99,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Raises TwobitError; OSError: the temporary files cannot be written."""
     paired = format.open_paired(args.model)
     _check_vocabularies(args.model, args.reference)
-    text = read_texts(args.text) if args.text else default_text(held_out=True)
+    sequences = _sequences(args)
     rows: dict[str, Any] = {}
     result: dict[str, Any] = {"model": str(args.model), "reference": str(args.reference), "base_bpw": base_bits(paired), "rows": rows}
     with tempfile.TemporaryDirectory(prefix=".twobit-eval-", dir=args.tmp or args.model.parent) as name:
         folder = Path(name)
-        reference = Reference(args.reference, text, args.sequences, folder, args.threads)
+        reference = Reference(args.reference, sequences, folder, args.threads)
         rows["reference"] = reference.summary | {"ram_bits": ram_bits(args.reference)}
         expanded = folder / "weights.gguf"
         for row in args.rows:
@@ -164,6 +179,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reference", type=Path, required=True, metavar="REF.gguf", help="what it should be like, best its f16")
     parser.add_argument("--text", type=Path, nargs="+", metavar="FILE",
                         help="not the calibration's (default: passages of what Python ships with that calibrate leaves out)")  # fmt: skip
+    parser.add_argument("--answers", action="store_true",
+                        help="instead of a text, what the reference itself answers to the benchmarks' prompts")  # fmt: skip
     parser.add_argument("--sequences", type=cli_options.positive, default=16, help="of 512 tokens (default: %(default)s)")
     parser.add_argument("--beside", nargs="+", choices=_STOCK, default=[], help="stock types of the reference, for comparison")
     parser.add_argument("--rows", nargs="*", choices=_ROWS, default=_ROWS[:3],
